@@ -1,0 +1,1 @@
+"""The method: pure functions over tensors. Imports torch only."""

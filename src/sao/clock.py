@@ -1,0 +1,208 @@
+"""Real time and virtual time: all waiting and all computing of a run goes through one of these.
+
+Real: work runs where it belongs and a wait is a wait. Virtual: work runs inline, and what it gives becomes visible at
+its start plus a stated cost, on an asyncio loop whose time is virtual. Ties resolve in the order of scheduling, so a
+virtual run is deterministic.
+"""
+
+import asyncio
+import heapq
+import itertools
+import selectors
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from contextvars import Context
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class WaitTimeoutError(TimeoutError):
+    """A wait passed its limit; the message says what was waited for."""
+
+
+class Clock(Protocol):
+    """What waits, and what computes."""
+
+    virtual: bool
+    """Whether seconds are made up; wall-clock limits are off then."""
+
+    def now(self) -> float:
+        """Seconds since the clock started."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+    async def compute(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run `work`. Virtual: inline, visible `cost` seconds later. Real: inline, at its own cost."""
+        ...
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run blocking `work` that lies outside the run (a tool, a grader). Virtual: charge `cost`. Real: in a thread."""
+        ...
+
+
+class RealClock:
+    """Wall-clock seconds of the running loop."""
+
+    virtual = False
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+
+    def now(self) -> float:
+        """Seconds since the first call."""
+        time = asyncio.get_running_loop().time()
+        if self._start is None:
+            self._start = time
+        return time - self._start
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait for real."""
+        await asyncio.sleep(seconds)
+
+    async def compute(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run `work` inline, then let others run; `cost` is not used."""
+        result = work()
+        await asyncio.sleep(0)
+        return result
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run `work` in a thread; `cost` is not used."""
+        return await asyncio.to_thread(work)
+
+
+class VirtualClock:
+    """Seconds of a virtual loop; use inside `run_virtual`."""
+
+    virtual = True
+
+    def now(self) -> float:
+        """Virtual seconds since the loop started."""
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        await asyncio.sleep(seconds)
+
+    async def compute(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run `work` now, on the inputs of now; return `cost` virtual seconds later."""
+        result = work()
+        await asyncio.sleep(cost)
+        return result
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        """Block for real on `work`; charge `cost` virtual seconds."""
+        result = work()
+        await asyncio.sleep(cost)
+        return result
+
+
+@asynccontextmanager
+async def limit(seconds: float | None, waiting_for: str) -> AsyncIterator[None]:
+    """Bound a wait; raises WaitTimeoutError naming what was waited for. None means no limit (virtual time)."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        if isinstance(error, WaitTimeoutError):
+            raise
+        raise WaitTimeoutError(f"waited {seconds:g} s for {waiting_for}") from error
+
+
+class _OrderedTimer(asyncio.TimerHandle):
+    """A timer that ties with another by its sequence number, not by the heap's whim."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, when: float, callback: Callable[..., Any], args: Any, loop: Any, context: Context | None) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self._number = next(self._numbers)
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _OrderedTimer)
+        return (self._when, self._number) < (other._when, other._number)  # type: ignore[attr-defined]
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Advances virtual time where a real selector would sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0.0
+        self.next_timer: Callable[[], float]
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError(
+                "virtual time cannot go on: every task waits for something that no scheduled event will bring"
+            )
+        if timeout > 0:
+            # Jump to the timer itself: time + timeout may round to just before it, and the loop would spin.
+            self.time = max(self.time, self.next_timer())
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose time is virtual. Threads and processes cannot be awaited on it."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self._clock_resolution = 1e-6
+        self._jumping.next_timer = lambda: self._scheduled[0].when()  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._jumping.time
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        """Schedule at a virtual time; ties run in the order of scheduling."""
+        timer = _OrderedTimer(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        """Refused: a thread's end is not a virtual event."""
+        raise RuntimeError("a virtual run cannot wait for a thread; use clock.external, which blocks and charges a cost")
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
+    """Await all; at the first failure cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Signal:
+    """Wakes whoever waits for a condition on shared state; `notify` after every change of that state."""
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def notify(self) -> None:
+        """Let every waiter look again, in the order in which they began to wait."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition()` is true; it is asked at every notification."""
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter

@@ -1,0 +1,97 @@
+"""The seam between rollouts and whatever samples tokens: tokens in, tokens out. No engine sees text."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sao.types import Snapshot, TokenChunk
+
+
+class EngineError(RuntimeError):
+    """The engine failed, not the policy. A rollout it hits is an infrastructure failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw the tokens of one generation, with randomness keyed by token."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """A sampled stop token ends the generation and is part of it."""
+    seed: int = 0
+    """64 bits, from (run seed, rollout id, attempt): the draw for a token depends on this and its index alone."""
+    first_token_index: int = 0
+    """Index in its rollout of the first token to sample, counted over action tokens."""
+
+    @property
+    def neutral(self) -> bool:
+        """Whether recorded log-probs are those of the policy itself, so that the ratio means something."""
+        return self.temperature == 1.0 and self.top_p == 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """What an engine says of itself; counters run from its start."""
+
+    version: int
+    """Latest version that was loaded and proved by its probe."""
+    running: int
+    """Generations under way."""
+    generated_tokens: int
+    recomputed_tokens: int
+    """Tokens whose cache entries were rebuilt after a weight update or an eviction."""
+    busy_seconds: float
+    """Seconds (of the clock) spent computing."""
+    probe_gap: float
+    """Largest absolute difference between the engine's and the trainer's log-probs on the last probe."""
+
+
+class Engine(Protocol):
+    """Samples tokens under the newest weights it has proved to hold."""
+
+    def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+    ) -> AsyncIterator[TokenChunk]:
+        """Sample after `token_ids` (T,) until a stop token, `max_tokens` or the end of the context.
+
+        The last chunk, and only it, carries the reason. A session has at most one generation at a time; its cache is
+        kept between generations, and reused for the longest common prefix. Raises EngineError.
+        """
+        ...
+
+    async def cancel(self, session: str) -> None:
+        """End the session's generation; its iterator gives a last chunk with CANCELLED."""
+        ...
+
+    async def close(self, session: str) -> None:
+        """Forget the session and its cache. Unknown sessions are ignored."""
+        ...
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """Take new weights between two decode steps, generations going on, and prove them by the probe.
+
+        Returns when later tokens carry the snapshot's version. Raises EngineError if the probe does not match; then
+        the old weights and the old version stay in force.
+        """
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Counters and the verified version. Raises EngineError if the engine is gone."""
+        ...
+
+    async def stop(self) -> None:
+        """Release everything; generations under way end with EngineError. Safe to call twice."""
+        ...
+
+
+async def complete(
+    engine: Engine, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+) -> tuple[TokenChunk, ...]:
+    """Run a generation to its end and return its chunks. Raises EngineError if it ends without a reason."""
+    stream = engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
+    chunks = [chunk async for chunk in stream]
+    if not chunks or chunks[-1].stop is None:
+        raise EngineError(f"session {session}: the token stream ended without a stop reason")
+    return tuple(chunks)

@@ -1,0 +1,1 @@
+"""Environments, tasks, tools and graders. No torch."""

@@ -1,0 +1,99 @@
+"""The seams of the world: environments, task sources, tools and graders."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sao.types import Message, Task
+
+
+class WorldError(RuntimeError):
+    """The world failed, not the policy: a sandbox that does not start, a grader that hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an action led to."""
+
+    messages: tuple[Message, ...] = ()
+    """Observations to append; empty when done."""
+    reward: float = 0.0
+    """Credited to the last token of the action."""
+    done: bool = False
+    tool_seconds: float = 0.0
+    """Seconds of the clock spent in the policy's own tool call."""
+
+
+class Environment(Protocol):
+    """One episode of one task. Single use. Raises WorldError for failures that are not the policy's."""
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """Start; returns the opening messages."""
+        ...
+
+    async def step(self, action: Message) -> Step:
+        """Take one assistant message."""
+        ...
+
+    async def close(self) -> None:
+        """Release tools; called once, whatever happened."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+class TaskSource(Protocol):
+    """Tasks by index: a cursor is the number of tasks taken, so that resuming is seeking."""
+
+    name: str
+
+    def at(self, index: int) -> Task | None:
+        """The task at `index` (0, 1, ...), the same on every call; None past the end of a finite source."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """A verdict on an answer."""
+
+    reward: float
+    method: str
+    """How it was reached: "exact", "math-verify", "unparsed"."""
+
+
+class Grader(Protocol):
+    """Judges answers under its own time limit."""
+
+    def grade(self, task: Task, answer: str) -> Grade:
+        """Blocking; call through `clock.external`. Raises WorldError when grading itself failed or timed out."""
+        ...
+
+    def stop(self) -> None:
+        """End the pool. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What running a piece of code gave."""
+
+    output: str
+    ok: bool
+    """False when the code raised or was stopped."""
+    timed_out: bool = False
+    truncated: bool = False
+    """Output was longer than the limit and was cut."""
+    out_of_memory: bool = False
+
+
+class CodeTool(Protocol):
+    """Runs code of one rollout, keeping variables between calls. Single use, blocking."""
+
+    def run(self, code: str) -> ToolResult:
+        """Execute; a fault of the code is a result. Raises WorldError when the tool itself cannot run."""
+        ...
+
+    def stop(self) -> None:
+        """End everything the code started. Safe to call twice."""
+        ...

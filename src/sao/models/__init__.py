@@ -1,0 +1,1 @@
+"""Loading transformers models, and scoring tokens with them."""

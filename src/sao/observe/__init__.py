@@ -1,0 +1,1 @@
+"""Metrics, the inspector and the report. No torch."""

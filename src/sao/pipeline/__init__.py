@@ -1,0 +1,1 @@
+"""Between rollouts and training: admission, baselines, packing. No torch."""

@@ -1,0 +1,183 @@
+"""Places: how many rollouts may be in the system, who holds one, and which finished ones make a batch.
+
+Pure bookkeeping without waiting. A member (one rollout of one group; a single rollout is a group of one) goes
+
+    admitted -> pending -> running -> finished -> ready -> taken -> released
+                  ^           |
+                  +-- retry --+--> lost: its whole group is dropped
+
+and holds a place from `admit` to `release`, or until its group is dropped.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from sao.types import Rollout, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rollout to play."""
+
+    task: Task
+    group_id: str
+    index: int
+    """Place within the group."""
+    attempt: int
+    cursor: int
+    """Tasks taken from the source when this one was admitted, itself included."""
+    admitted: float
+    """Seconds of the clock."""
+
+    @property
+    def key(self) -> str:
+        """The member across its attempts."""
+        return self.task.id
+
+    @property
+    def rollout_id(self) -> str:
+        """This attempt."""
+        return f"{self.task.id}/{self.attempt}"
+
+
+@dataclass(slots=True)
+class _Group:
+    members: list[str]
+    finished: dict[str, Rollout] = field(default_factory=dict)
+
+
+class Admission:
+    """Who is in the system. All collections keep the order of events."""
+
+    def __init__(self, *, batch_size: int, group_size: int, max_batches_ahead: int, max_retries: int) -> None:
+        if batch_size % group_size:
+            raise ValueError(
+                f"batch size {batch_size} is not a multiple of group size {group_size}; change one of them"
+            )
+        self.batch_size = batch_size
+        self.group_size = group_size
+        self.capacity = (max_batches_ahead + 1) * batch_size
+        self.max_retries = max_retries
+        self.pending: deque[Member] = deque()
+        self.running: dict[str, Member] = {}
+        self._groups: dict[str, _Group] = {}
+        self._ready: deque[str] = deque()
+        self._taken: set[str] = set()
+
+    @property
+    def held(self) -> int:
+        """Places taken."""
+        return len(self._groups) * self.group_size
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts in complete groups, ready for a batch."""
+        return len(self._ready) * self.group_size
+
+    @property
+    def room(self) -> bool:
+        """Whether the places allow one more group."""
+        return self.held + self.group_size <= self.capacity
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing more can become ready by itself."""
+        return not self.pending and not self.running
+
+    def admit(self, members: list[Member]) -> None:
+        """Take the places of one whole group."""
+        assert len(members) == self.group_size, "a group is admitted whole"
+        group_id = members[0].group_id
+        assert group_id not in self._groups, f"group {group_id} is admitted already"
+        self._groups[group_id] = _Group([member.key for member in members])
+        self.pending.extend(members)
+
+    def restore(self, pending: Iterable[Member], finished: Iterable[Rollout]) -> list[Rollout]:
+        """Take back what a stopped run had admitted: members to play again, and rollouts not yet consumed.
+
+        Places may exceed the capacity for a while, after a change of the configuration. Returns finished rollouts whose
+        group can never be whole again under the present group size; the caller drops them, counted.
+        """
+        finished = list(finished)
+        pending = list(pending)
+        keys: dict[str, list[str]] = {}
+        for group_id, key in [(r.group_id, r.task_id) for r in finished] + [(m.group_id, m.key) for m in pending]:
+            keys.setdefault(group_id, []).append(key)
+        whole = {group_id for group_id, members in keys.items() if len(members) == self.group_size}
+        for group_id in keys:
+            if group_id in whole:
+                self._groups[group_id] = _Group(sorted(keys[group_id]))
+        self.pending.extend(member for member in pending if member.group_id in whole)
+        for rollout in finished:
+            if rollout.group_id in whole:
+                self._finish(rollout)
+        return [rollout for rollout in finished if rollout.group_id not in whole]
+
+    def start(self) -> Member:
+        """Move the first pending member to running."""
+        member = self.pending.popleft()
+        self.running[member.key] = member
+        return member
+
+    def finish(self, member: Member, rollout: Rollout) -> None:
+        """A member ended well; its group becomes ready when all have."""
+        if self.running.pop(member.key, None) is not None:
+            self._finish(rollout)
+
+    def _finish(self, rollout: Rollout) -> None:
+        group = self._groups[rollout.group_id]
+        group.finished[rollout.task_id] = rollout
+        if len(group.finished) == len(group.members):
+            self._ready.append(rollout.group_id)
+
+    def retry(self, member: Member) -> bool:
+        """A member failed through no fault of the policy: queue it again, first in line, if a try is left."""
+        if member.attempt >= self.max_retries or member.key not in self.running:
+            return False
+        del self.running[member.key]
+        self.pending.appendleft(replace(member, attempt=member.attempt + 1))
+        return True
+
+    def lose(self, group_id: str) -> tuple[list[Member], list[Rollout]]:
+        """Drop a whole group and free its places; returns the running members to cancel and the rollouts lost."""
+        group = self._groups.pop(group_id, None)
+        if group is None:
+            return [], []
+        self.pending = deque(member for member in self.pending if member.group_id != group_id)
+        cancelled = [member for member in self.running.values() if member.group_id == group_id]
+        for member in cancelled:
+            del self.running[member.key]
+        if group_id in self._ready:
+            self._ready.remove(group_id)
+        return cancelled, list(group.finished.values())
+
+    def drop_ready(self, unwanted: Callable[[Rollout], bool]) -> list[Rollout]:
+        """Drop ready groups with an unwanted member and free their places; returns their rollouts."""
+        dropped: list[Rollout] = []
+        for group_id in list(self._ready):
+            if any(unwanted(rollout) for rollout in self._groups[group_id].finished.values()):
+                dropped += self.lose(group_id)[1]
+        return dropped
+
+    def take(self, *, partial: bool = False) -> tuple[Rollout, ...]:
+        """The next batch in completion order (of groups), or () while there are too few; `partial` takes what is there.
+
+        Places stay held until `release`.
+        """
+        wanted = self.batch_size // self.group_size
+        if len(self._ready) < wanted and not (partial and self._ready):
+            return ()
+        rollouts: list[Rollout] = []
+        for _ in range(min(wanted, len(self._ready))):
+            group_id = self._ready.popleft()
+            group = self._groups[group_id]
+            rollouts += [group.finished[key] for key in group.members]
+            self._taken.add(group_id)
+        return tuple(rollouts)
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """Free the places of a trained batch."""
+        for group_id in {rollout.group_id: None for rollout in rollouts}:
+            self._taken.remove(group_id)
+            del self._groups[group_id]

@@ -1,0 +1,1 @@
+"""Playing episodes: rendering, and the worker."""

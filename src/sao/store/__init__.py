@@ -1,0 +1,1 @@
+"""The durable rollout log and the run folder. No torch."""

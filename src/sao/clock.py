@@ -40,7 +40,7 @@ class Clock(Protocol):
         ...
 
     async def external(self, work: Callable[[], T], *, cost: float) -> T:
-        """Run blocking `work` that lies outside the run (a tool, a grader). Virtual: charge `cost`. Real: in a thread."""
+        """Run blocking `work` from outside the run (a tool, a grader). Virtual: charge `cost`. Real: in a thread."""
         ...
 
 
@@ -117,7 +117,9 @@ class _OrderedTimer(asyncio.TimerHandle):
 
     _numbers = itertools.count()
 
-    def __init__(self, when: float, callback: Callable[..., Any], args: Any, loop: Any, context: Context | None) -> None:
+    def __init__(
+        self, when: float, callback: Callable[..., Any], args: Any, loop: Any, context: Context | None
+    ) -> None:
         super().__init__(when, callback, args, loop, context)
         self._number = next(self._numbers)
 
@@ -167,7 +169,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """Refused: a thread's end is not a virtual event."""
-        raise RuntimeError("a virtual run cannot wait for a thread; use clock.external, which blocks and charges a cost")
+        raise RuntimeError(
+            "a virtual run cannot wait for a thread; use clock.external, which blocks and charges a cost"
+        )
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -1,39 +1,302 @@
 """The loop: the only place where trained weights return to the engine.
 
-      TaskSource                                                         RolloutLog (durable)
-          |  feed: waits for places and fresh weights                        ^
+      TaskSource                                                        RolloutLog (durable)
+          |  feed: waits for places, and for fresh weights                   ^
           v                                                                  | admitted, finished, dropped,
-    +-- places (pipeline/admission) --+                                      | published, trained
-    |  pending -> running -> ready    |-- play: worker <-> engine --+        |
-    +---------------------------------+                             |        |
-          ^         |                                               v        |
-          |         |  assemble: waits for a full batch          collect ----+
-          |         v                                                 rollouts that ended
-          |     train: actor x 1 -> publish(version + 1) -> critic x K -> commit
+    +-- places (pipeline/admission.py) --+                                   | published, trained
+    |   pending -> running -> ready      |-- play: worker <-> engine         |
+    +------------------------------------+          |                        |
+          ^         |                               v                        |
+          |         |  assemble: waits for     collect: rollouts that ended -+
+          |         v  a full batch
+          |     train: actor x 1 -> publish (version + 1) -> critic x K -> commit
           |         |                  |
-          +---------+ places free      +--> deliver: newest weights into the engine, rollouts in flight
-                                       +--> evaluate: pinned weights on an engine of its own
-    supervise: looks at engine and trainer, bounds failures and silence
+          +---------+ places free      +--> deliver: newest weights to the engine, rollouts in flight
+                                       +--> evaluate: pinned weights, on an engine of its own
+    supervise: asks engine after its health; bounds failures
 
 Only train is finite; its end, or a failure that cannot be repaired, unwinds the rest.
 """
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import numpy as np
-
-from sao.clock import Clock, gather_or_cancel, limit
-from sao.engines.protocol import Engine, EngineError, EngineHealth
-from sao.envs.protocol import TaskSource
+from sao.clock import Signal, WaitTimeoutError, limit
+from sao.intake import Intake
+from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
-from sao.pipeline.admission import Admission, Member
-from sao.pipeline.baselines import Baseline
-from sao.pipeline.versions import VersionTree
-from sao.rollout.protocol import RolloutWorker
-from sao.training.protocol import StepReport, Trainer
-from sao.types import Batch, FailureKind, Rollout, Snapshot
+from sao.pipeline.accounts import age_metrics, rollout_metrics, token_ages
+from sao.store.records import Published, TokenRecord, Trained
+from sao.store.versions import VersionTree
+from sao.training.protocol import StepReport
+from sao.types import Batch, Rollout, Snapshot
+
+
+class Orchestrator:
+    """One run, from a start to an outcome. Single use; make it on the loop that runs it."""
+
+    def __init__(self, parts: Parts, config: LoopConfig, start: Start, *, seed: int) -> None:
+        self._parts, self._config, self._start = parts, config, start
+        self._clock = parts.clock
+        self._changed = Signal()
+        self._tree = VersionTree()
+        for version, parent in start.edges:
+            self._tree.add(version, parent)
+        self._step, self._version, self._engine_version = start.step, start.version, -1
+        self._newest: Snapshot | None = None
+        self._consumed = list(start.consumed)
+        parts.baseline.load(start.baseline)
+        self._wanted: asyncio.Future[Batch | None] | None = None
+        self._evaluations: asyncio.Queue[tuple[Snapshot, int]] = asyncio.Queue()
+        self._pinned: list[int] = []
+        self._stopping = False
+        self._intake = Intake(
+            clock=parts.clock,
+            source=parts.source,
+            worker=parts.worker,
+            log=parts.log,
+            config=config,
+            start=start,
+            seed=seed,
+            changed=self._changed,
+            fresh=self._engine_is_fresh,
+            engine_version=lambda: self._engine_version,
+        )
+
+    def stop(self) -> None:
+        """Ask for a clean end: the step under way is finished and committed."""
+        self._stopping = True
+        self._changed.notify()
+
+    async def run(self) -> Outcome:
+        """Takes a start; gives an outcome, after the last commit. Raises what no loop could repair."""
+        intake = self._intake
+        loops: list[asyncio.Task[None]] = []
+        try:
+            await self._publish_start()
+            rollout_side = (intake.feed, intake.collect, intake.watch_players)
+            coroutines = (*rollout_side, self.assemble, self.deliver, self.evaluate, self.supervise)
+            loops += [asyncio.create_task(loop(), name=loop.__name__) for loop in coroutines]
+            train = asyncio.create_task(self.train(), name="train")
+            loops.append(train)  # type: ignore[arg-type]
+            await _first_failure_or(train, loops)
+            await intake.close()
+            await _first_failure_or(asyncio.ensure_future(self._evaluations.join()), loops[:-1])
+            return train.result()
+        finally:
+            await intake.close()
+            for task in loops:
+                task.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+
+    async def assemble(self) -> None:
+        """Takes ready rollouts; gives the batch that train asked for. Waits for a full one, or the end of the source.
+
+        Woken by collect, feed and train.
+        """
+        while True:
+            await self._changed.until(lambda: self._wanted is not None and self._batch_possible())
+            wanted, self._wanted = self._wanted, None
+            assert wanted is not None
+            rollouts = () if self._stopping else self._intake.take()
+            if not rollouts:
+                wanted.set_result(None)
+                continue
+            advantages = self._parts.baseline.advantages(rollouts)
+            wanted.set_result(Batch(step=self._step + 1, rollouts=rollouts, advantages=advantages))
+
+    def _batch_possible(self) -> bool:
+        if self._config.over_age == "drop":
+            self._intake.drop_ready(self._over_age, f"over_age: more than {self._config.max_age} updates")
+        return self._stopping or self._intake.waiting >= self._config.batch_size or self._intake.drained
+
+    def _over_age(self, rollout: Rollout) -> bool:
+        return bool(token_ages([rollout], self._tree, self._version).max() > self._config.max_age)
+
+    async def train(self) -> Outcome:
+        """Takes batches; gives weights, metrics and commits. Waits for a batch, never for the engine to load.
+
+        Woken by assemble. Ends after the last step, at the end of a finite source, or when asked to stop.
+        """
+        config, partial, committed = self._config, 0, self._step
+        while self._step < config.steps and not self._stopping:
+            asked = self._clock.now()
+            batch = await self._next_batch()
+            if batch is None:
+                break
+            await self._train_on(batch, waited=self._clock.now() - asked)
+            partial = len(batch.rollouts) % config.batch_size
+            if self._step % config.checkpoint_every == 0:
+                await self._commit()
+                committed = self._step
+            if self._step % self._parts.evaluate_every == 0:
+                self._request_evaluation()
+        stopped, self._stopping = self._stopping, True
+        if committed != self._step:
+            await self._commit()
+        if not stopped and self._step % self._parts.evaluate_every:
+            self._request_evaluation()
+        reason = "steps done" if self._step >= config.steps else "stopped" if stopped else "source exhausted"
+        return Outcome(steps=self._step, version=self._version, reason=reason, partial_batch=partial)
+
+    async def _next_batch(self) -> Batch | None:
+        self._wanted = wanted = asyncio.get_running_loop().create_future()
+        self._changed.notify()
+        async with self._limit(self._config.batch_timeout_s, "a batch (loop.batch_timeout_s)"):
+            batch = await wanted
+            if batch is not None and self._config.over_age == "wait":
+                await self._changed.until(lambda: self._stopping or not self._straggler_would_age())
+        return batch
+
+    def _straggler_would_age(self) -> bool:
+        """Whether a running rollout's first tokens would be older than max_age after the next update."""
+        begun = self._intake.begun_versions()
+        return any(self._tree.distance(version, self._version) + 1 > self._config.max_age for version in begun)
+
+    async def _train_on(self, batch: Batch, *, waited: float) -> None:
+        trainer, started, parent = self._parts.trainer, self._clock.now(), self._version
+        metrics = [rollout_metrics(batch.rollouts), age_metrics(batch.rollouts, self._tree, parent)]
+        async with self._limit(self._config.trainer_timeout_s, f"the actor update of step {batch.step}"):
+            update = await trainer.update_actor(batch, version=self._tree.highest + 1, parent=parent)
+        if update.snapshot is not None:
+            await self._publish(update.snapshot)
+        elif update.skipped == "not_finite":
+            self._intake.accounts.add("skipped_steps")
+        self._intake.release(batch.rollouts)
+        self._parts.baseline.observe(batch.rollouts)
+        self._consumed += [rollout.id for rollout in batch.rollouts]
+        async with self._limit(self._config.trainer_timeout_s, f"the critic updates of step {batch.step}"):
+            report = await trainer.update_critic()
+        self._step = batch.step
+        self._parts.log.append(_trained(batch, report, version=self._version, parent=parent))
+        now = self._clock.now()
+        timing = {"time/wait_for_batch": last(waited), "time/step": last(now - started), "time/clock": last(now)}
+        metrics += [report.metrics, timing, self._intake.metrics(), await self._engine_metrics()]
+        self._parts.emit(self._step, self._version, "train", merge(metrics))
+
+    async def _engine_metrics(self) -> dict[str, Metric]:
+        async with self._limit(self._config.engine_timeout_s, "the engine's health"):
+            health = await self._parts.engine.health()
+        return {
+            "loop/version": last(self._version),
+            "engine/version": last(health.version),
+            "engine/running": last(health.running),
+            "engine/generated_tokens": last(health.generated_tokens),
+            "engine/recomputed_tokens": last(health.recomputed_tokens),
+            "engine/busy_seconds": last(health.busy_seconds),
+            "engine/probe_gap": last(health.probe_gap),
+        }
+
+    async def _publish_start(self) -> None:
+        """Put the starting weights, under their own number, on the engine."""
+        parent = dict(self._start.edges)[self._start.version]
+        async with self._limit(self._config.trainer_timeout_s, "the first snapshot"):
+            snapshot = await self._parts.trainer.publish_initial(self._start.version, parent)
+        await self._publish(snapshot)
+        await self._load(snapshot)
+        if self._step == 0:
+            self._request_evaluation()
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        """Make a version known; durable before any engine loads it."""
+        self._tree.add(snapshot.version, snapshot.parent)
+        self._parts.log.append(Published(snapshot=snapshot))
+        await self._parts.log.durable()
+        self._version, self._newest = snapshot.version, snapshot
+        self._changed.notify()
+
+    def _engine_is_fresh(self) -> bool:
+        if self._engine_version < 0 or self._stopping:
+            return False
+        return self._tree.distance(self._engine_version, self._version) <= self._config.max_batches_ahead
+
+    async def deliver(self) -> None:
+        """Takes published weights; gives them to the engine, the newest first, older ones never. Woken by train."""
+        while True:
+            await self._changed.until(lambda: self._newest is not None and self._newest.version != self._engine_version)
+            assert self._newest is not None
+            await self._load(self._newest)
+            self._changed.notify()
+
+    async def _load(self, snapshot: Snapshot) -> None:
+        async with self._limit(self._config.engine_timeout_s, f"the engine to load version {snapshot.version}"):
+            await self._parts.engine.load(snapshot)
+        self._engine_version = snapshot.version
+        self._prune()
+
+    def _prune(self) -> None:
+        self._parts.prune({self._engine_version, self._version, *self._pinned})
+
+    def _request_evaluation(self) -> None:
+        if self._parts.evaluate is not None:
+            assert self._newest is not None
+            self._pinned.append(self._newest.version)
+            self._evaluations.put_nowait((self._newest, self._step))
+
+    async def evaluate(self) -> None:
+        """Takes pinned weights; gives evaluation rows. Waits for train to ask; train does not wait for it."""
+        while True:
+            snapshot, step = await self._evaluations.get()
+            assert self._parts.evaluate is not None
+            self._parts.emit(step, snapshot.version, "eval", await self._parts.evaluate(snapshot, step))
+            self._pinned.remove(snapshot.version)
+            self._prune()
+            self._evaluations.task_done()
+
+    async def supervise(self) -> None:
+        """Takes nothing; raises when the engine is gone. Idle in virtual time, where nothing can die by itself."""
+        if self._clock.virtual:
+            await asyncio.get_running_loop().create_future()
+        while True:
+            await self._clock.sleep(self._config.supervise_every_s)
+            async with self._limit(self._config.engine_timeout_s, "the engine's health"):
+                await self._parts.engine.health()
+
+    async def _commit(self) -> None:
+        """The one commit point: after it, what was trained is never trained again."""
+        await self._parts.log.durable()
+        commit = Commit(
+            step=self._step,
+            version=self._version,
+            consumed=tuple(self._consumed),
+            baseline=self._parts.baseline.state(),
+            accounts=self._intake.accounts.counts(),
+        )
+        async with self._limit(self._config.trainer_timeout_s, f"the checkpoint of step {self._step}"):
+            await self._parts.commit(commit)
+
+    @asynccontextmanager
+    async def _limit(self, seconds: float, waiting_for: str) -> AsyncIterator[None]:
+        """Bound a wait in real time; the error says where everything stands."""
+        try:
+            async with limit(None if self._clock.virtual else seconds, waiting_for):
+                yield
+        except WaitTimeoutError as error:
+            raise LoopError(
+                f"{error}. Step {self._step}, version {self._version}, engine at {self._engine_version}; rollouts: "
+                f"{self._intake.describe()}. The run folder can be resumed."
+            ) from error
+
+
+def _trained(batch: Batch, report: StepReport, *, version: int, parent: int) -> Trained:
+    tokens = tuple(
+        tuple(
+            TokenRecord(
+                actor_logprobs=part.actor_logprobs, values=part.values, advantages=part.advantages, returns=part.returns
+            )
+            for part in parts
+        )
+        for parts in report.tokens
+    )
+    ids = tuple(rollout.id for rollout in batch.rollouts)
+    return Trained(step=batch.step, version=version, parent=parent, rollout_ids=ids, tokens=tokens)
+
+
+async def _first_failure_or(goal: "asyncio.Future[object]", loops: list[asyncio.Task[None]]) -> None:
+    """Wait for the goal; a loop that ends first has failed, and its error is raised."""
+    await asyncio.wait({goal, *loops}, return_when=asyncio.FIRST_COMPLETED)
+    for loop in loops:
+        if loop.done() and loop is not goal:
+            loop.result()
+    await goal

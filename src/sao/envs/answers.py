@@ -1,38 +1,38 @@
 """What an assistant message says: a tool call, an answer, or neither; and the exact comparison of answers."""
 
 import re
+import textwrap
 from fractions import Fraction
 
 from sao.envs.protocol import Grade
 from sao.types import Task
 
-_CODE = re.compile(r"<python>(.*?)</python>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_GSM8K = re.compile(r"^\s*####[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_GSM8K = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _LONGEST_NUMBER = 400
 
 
 def extract_code(text: str) -> str | None:
     """The code of the last `<python> ... </python>` block, dedented; None without one."""
-    blocks = _CODE.findall(text)
-    if not blocks:
+    block = _last_block(text, "python")
+    if block is None:
         return None
-    # A block opened twice runs from the last opening.
-    return _dedent(blocks[-1].rpartition("<python>")[2])
+    first, line_break, rest = block.partition("\n")
+    # Code that starts beside its tag has no indent to share with the lines after it.
+    return (first.strip() + line_break + rest if first.strip() else textwrap.dedent(rest)).strip()
 
 
 def extract_answer(text: str) -> str | None:
-    """The last `<answer>` block, else the last balanced `\\boxed{}`, else the last GSM8K line `#### x`; None without one."""
-    blocks = _ANSWER.findall(text)
-    if blocks:
-        return blocks[-1].rpartition("<answer>")[2].strip()
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed.strip()
-    lines = _GSM8K.findall(text)
-    return lines[-1].strip() if lines else None
+    """The last `<answer>` block, else the last balanced `\\boxed{}`, else GSM8K's last line `#### x`; else None."""
+    block = _last_block(text, "answer")
+    if block is None:
+        block = _last_boxed(text)
+    if block is None:
+        lines = _GSM8K.findall(text)
+        block = lines[-1] if lines else None
+    return None if block is None else block.strip()
 
 
 def normalise(answer: str) -> str:
@@ -68,41 +68,23 @@ class ExactGrader:
         """Nothing to end."""
 
 
-def _dedent(code: str) -> str:
-    lines = code.strip("\r\n").rstrip().splitlines()
-    if len(lines) <= 1:
-        return code.strip()
-    indents = [len(line) - len(line.lstrip()) for line in lines if line.strip()]
-    # Code that starts beside its tag has lost the indent of its first line only.
-    first = indents[0] if indents[0] == min(indents) else 0
-    return "\n".join([lines[0].strip(), *(line[first:] if line[:first].isspace() or not first else line for line in lines[1:])])
+def _last_block(text: str, tag: str) -> str | None:
+    closing = text.rfind(f"</{tag}>")
+    opening = text.rfind(f"<{tag}>", 0, max(closing, 0))
+    if opening < 0:
+        return None
+    return text[opening + len(tag) + 2 : text.index(f"</{tag}>", opening)]
 
 
 def _last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{}` whose braces balance (escaped braces do not count)."""
-    start = text.rfind("\\boxed")
-    while start >= 0:
-        opening = start + len("\\boxed")
-        while text[opening : opening + 1].isspace():
-            opening += 1
-        if text[opening : opening + 1] == "{":
-            closing = _matching_brace(text, opening)
-            if closing is not None:
-                return text[opening + 1 : closing]
-        start = text.rfind("\\boxed", 0, start)
-    return None
-
-
-def _matching_brace(text: str, opening: int) -> int | None:
-    depth = 0
-    position = opening
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return position
-        position += 1
-    return None
+    """Content of the last `\\boxed{}` whose braces balance; escaped braces do not count. Linear in the text."""
+    openings: list[int] = []
+    last = (-1, -1)
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            openings.append(brace.start())
+        elif brace.group() == "}" and openings:
+            opening = openings.pop()
+            if opening > last[0] and text[max(0, opening - 20) : opening].rstrip().endswith("\\boxed"):
+                last = (opening, brace.start())
+    return text[last[0] + 1 : last[1]] if last[0] >= 0 else None

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from sao.rollout.worker import rollout_id
 from sao.types import Rollout, Task
 
 
@@ -38,7 +39,7 @@ class Member:
     @property
     def rollout_id(self) -> str:
         """This attempt."""
-        return f"{self.task.id}/{self.attempt}"
+        return rollout_id(self.task.id, self.attempt)
 
 
 @dataclass(slots=True)
@@ -140,17 +141,17 @@ class Admission:
         return True
 
     def lose(self, group_id: str) -> tuple[list[Member], list[Rollout]]:
-        """Drop a whole group and free its places; returns the running members to cancel and the rollouts lost."""
+        """Drop a whole group and free its places; returns its unfinished members, to cancel, and its finished rollouts."""
         group = self._groups.pop(group_id, None)
         if group is None:
             return [], []
+        unfinished = [member for member in (*self.pending, *self.running.values()) if member.group_id == group_id]
         self.pending = deque(member for member in self.pending if member.group_id != group_id)
-        cancelled = [member for member in self.running.values() if member.group_id == group_id]
-        for member in cancelled:
-            del self.running[member.key]
+        for member in unfinished:
+            self.running.pop(member.key, None)
         if group_id in self._ready:
             self._ready.remove(group_id)
-        return cancelled, list(group.finished.values())
+        return unfinished, list(group.finished.values())
 
     def drop_ready(self, unwanted: Callable[[Rollout], bool]) -> list[Rollout]:
         """Drop ready groups with an unwanted member and free their places; returns their rollouts."""

@@ -1,18 +1,22 @@
 """Critic-free baselines: one advantage per rollout, from a group, a batch or a memory of rewards.
 
-Each `advantages` call sees the baseline as it was before the batch; `observe` follows it. State is plain JSON and part of
-the checkpoint. Formulas and sources: method.md section 5, and `docs/algorithm.md`.
+Each `advantages` call sees the baseline as it was before the batch; `observe` follows it. State is plain JSON, and part
+of the checkpoint. Formulas and sources: method.md section 5, and `docs/algorithm.md`.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from sao.types import FailureKind, Rollout
+from sao.algorithm.advantages import group_centred, group_normalised, leave_one_out
+from sao.algorithm.baselines import batch_mean, beta_tracker_update, beta_tracker_value, running_mean
+from sao.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,8 @@ class BaselineConfig:
             raise ValueError(f"baseline.window is {self.window}; it must be at least 1")
         if not 0 <= self.spo_rho_min <= self.spo_rho_max < 1:
             raise ValueError(
-                f"baseline.spo_rho_min {self.spo_rho_min} and spo_rho_max {self.spo_rho_max} must satisfy 0 <= min <= max < 1"
+                f"baseline.spo_rho_min {self.spo_rho_min} and baseline.spo_rho_max {self.spo_rho_max} must satisfy "
+                "0 <= min <= max < 1"
             )
 
 
@@ -87,41 +92,22 @@ class CriticBaseline:
         """Nothing to take back."""
 
 
-class GroupBaseline(CriticBaseline):
-    """GRPO's (R - mean) / std, Dr.GRPO's R - mean, or RLOO's R - mean of the others, within a group."""
+class WithinBatchBaseline(CriticBaseline):
+    """Compares rewards within a group (recognised by `group_id`) or a batch; remembers nothing."""
 
-    def __init__(self, kind: str, std_floor: float) -> None:
-        self._kind, self._std_floor = kind, std_floor
-
-    def advantages(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:  # type: ignore[override]
-        """Groups are recognised by `group_id`."""
-        groups: dict[str, list[float]] = {}
-        for rollout in rollouts:
-            groups.setdefault(rollout.group_id, []).append(rollout.reward)
-        return tuple(self._one(rollout.reward, np.array(groups[rollout.group_id])) for rollout in rollouts)
-
-    def _one(self, reward: float, group: np.ndarray) -> float:
-        centred = reward - float(group.mean())
-        if self._kind == "group_mean":
-            return centred
-        if self._kind == "leave_one_out":
-            if len(group) < 2:
-                raise ValueError("leave_one_out needs groups of at least 2; raise loop.group_size")
-            return centred * len(group) / (len(group) - 1)
-        return centred / (float(group.std(ddof=1) if len(group) > 1 else 0.0) + self._std_floor)
-
-
-class BatchMeanBaseline(CriticBaseline):
-    """R - mean of the batch (FlashREINFORCE)."""
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._function = function
 
     def advantages(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:  # type: ignore[override]
-        """The batch is its own baseline."""
-        mean = sum(rollout.reward for rollout in rollouts) / len(rollouts)
-        return tuple(rollout.reward - mean for rollout in rollouts)
+        """Of the batch's own rewards."""
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(rollout.group_id, len(numbers)) for rollout in rollouts]
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+        return tuple(self._function(rewards, torch.tensor(groups)).tolist())
 
 
 class RunningMeanBaseline:
-    """R - mean of the last `window` rewards, over all prompts or of the same prompt; 0 is the mean of none."""
+    """R - mean of the last `window` rewards, over all prompts or of the same prompt."""
 
     def __init__(self, window: int, *, per_prompt: bool) -> None:
         self._window, self._per_prompt = window, per_prompt
@@ -132,11 +118,7 @@ class RunningMeanBaseline:
 
     def advantages(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
         """Against the mean before this batch."""
-        result: list[float] = []
-        for rollout in rollouts:
-            seen = self._rewards.get(self._key(rollout), ())
-            result.append(rollout.reward - (sum(seen) / len(seen) if seen else 0.0))
-        return tuple(result)
+        return tuple(running_mean(r.reward, list(self._rewards.get(self._key(r), ()))) for r in rollouts)
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
         """Rewards enter in the order of the batch."""
@@ -155,37 +137,30 @@ class RunningMeanBaseline:
 
 
 class SpoBaseline:
-    """SPO's per-prompt Beta tracker (arXiv 2509.13232): R - v, v = alpha / (alpha + beta), forgetting by policy change.
+    """SPO's per-prompt Beta tracker (arXiv 2509.13232): R - v, with forgetting by how far the policy has moved.
 
-    The KL divergence since a prompt's last visit is estimated from the recorded log-probs: mean over the rollout's action
-    tokens of the drop in log-prob level against the previous visit's mean. Rewards must lie in [0, 1].
+    The divergence since a prompt's last visit is estimated by the change of the mean recorded log-prob of its rollouts
+    (ours: SPO's own estimate needs a forward pass of the old policy). Rewards must lie in [0, 1].
     """
 
-    def __init__(self, *, half_life: float, rho_min: float, rho_max: float) -> None:
-        self._half_life, self._rho_min, self._rho_max = half_life, rho_min, rho_max
+    def __init__(self, update: Callable[..., tuple[float, float]], prior: float) -> None:
+        self._update, self._prior = update, prior
         self._trackers: dict[str, tuple[float, float, float]] = {}
 
-    def _value(self, prompt_id: str) -> float:
-        if prompt_id not in self._trackers:
-            return 0.5
-        alpha, beta, _ = self._trackers[prompt_id]
-        return alpha / (alpha + beta)
+    def _tracker(self, rollout: Rollout) -> tuple[float, float, float]:
+        return self._trackers.get(rollout.prompt_id, (self._prior / 2, self._prior / 2, _mean_logprob(rollout)))
 
     def advantages(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
         """Against each prompt's tracked success rate."""
-        for rollout in rollouts:
-            if not 0 <= rollout.reward <= 1:
-                raise ValueError(f"spo needs rewards in [0, 1]; rollout {rollout.id} has {rollout.reward}")
-        return tuple(rollout.reward - self._value(rollout.prompt_id) for rollout in rollouts)
+        return tuple(rollout.reward - beta_tracker_value(*self._tracker(rollout)[:2]) for rollout in rollouts)
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Forget by rho, then count the new reward."""
+        """Forget, then count the new rewards in the order of the batch."""
         for rollout in rollouts:
-            level = _mean_logprob(rollout)
-            mass = 1.0 / (1.0 - self._rho_min)
-            alpha, beta, before = self._trackers.get(rollout.prompt_id, (mass / 2, mass / 2, level))
-            rho = min(max(2.0 ** (-abs(level - before) / self._half_life), self._rho_min), self._rho_max)
-            self._trackers[rollout.prompt_id] = (rho * alpha + rollout.reward, rho * beta + 1 - rollout.reward, level)
+            successes, failures, level = self._tracker(rollout)
+            now = _mean_logprob(rollout)
+            counts = self._update(successes, failures, rollout.reward, divergence=abs(now - level))
+            self._trackers[rollout.prompt_id] = (*counts, now)
 
     def state(self) -> dict[str, object]:
         """Trackers by prompt."""
@@ -208,11 +183,21 @@ def make_baseline(config: BaselineConfig) -> Baseline:
     match config.kind:
         case "critic":
             return CriticBaseline()
-        case "group_normalised" | "group_mean" | "leave_one_out":
-            return GroupBaseline(config.kind, config.std_floor)
+        case "group_normalised":
+            return WithinBatchBaseline(partial(group_normalised, floor=config.std_floor))
+        case "group_mean":
+            return WithinBatchBaseline(group_centred)
+        case "leave_one_out":
+            return WithinBatchBaseline(leave_one_out)
         case "batch_mean":
-            return BatchMeanBaseline()
+            return WithinBatchBaseline(lambda rewards, _: batch_mean(rewards))
         case "running_mean" | "prompt_running_mean":
             return RunningMeanBaseline(config.window, per_prompt=config.kind == "prompt_running_mean")
         case "spo":
-            return SpoBaseline(half_life=config.spo_half_life, rho_min=config.spo_rho_min, rho_max=config.spo_rho_max)
+            update = partial(
+                beta_tracker_update,
+                half_life=config.spo_half_life,
+                keep_least=config.spo_rho_min,
+                keep_most=config.spo_rho_max,
+            )
+            return SpoBaseline(update, prior=1.0 / (1.0 - config.spo_rho_min))

@@ -106,47 +106,40 @@ def rows(rollouts: Many[Rollout]) -> Rows:
     chains: list[tuple[int, list[int]]] = []
     sequences: list[Sequence] = []
     for index, rollout in enumerate(rollouts):
-        for chain in _chains(rollout):
-            chains.append((index, [len(sequences) + member for member in chain]))
+        chains += [(index, [len(sequences) + member for member in chain]) for chain in _chains(rollout)]
         sequences.extend(rollout.sequences)
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    shape = (len(chains), max((sum(lengths[i] for i in chain) for _, chain in chains), default=0))
-    token_ids = np.zeros(shape, np.int32)
-    action_mask = np.zeros(shape, np.bool_)
-    predicted = np.zeros(shape, np.bool_)
-    rollout_logprobs = np.zeros(shape, np.float32)
-    policy_versions = np.full(shape, OBSERVED, np.int32)
-    rewards = np.zeros(shape, np.float32)
-    turns = np.zeros(shape, np.int32)
-    truncated = np.zeros(len(chains), np.bool_)
+    first_row = [row == 0 or chains[row - 1][0] != index for row, (index, _) in enumerate(chains)]
+    rollout_of_row = np.array([index for index, _ in chains], np.int32)
     places = np.zeros((len(sequences), 2), np.int32)
-    for row, (index, chain) in enumerate(chains):
-        truncated[row] = rollouts[index].stop_reason.truncated and (row == 0 or chains[row - 1][0] != index)
-        column = 0
-        for member in chain:
-            sequence = sequences[member]
-            span = slice(column, column + lengths[member])
-            places[member] = row, column
-            token_ids[row, span] = sequence.token_ids
-            action_mask[row, span] = sequence.action_mask
-            predicted[row, column + 1 : span.stop] = True
-            rollout_logprobs[row, span] = sequence.rollout_logprobs
-            policy_versions[row, span] = sequence.policy_versions
-            rewards[row, span] = sequence.rewards
-            turns[row, span] = _continued_turns(sequence, turns[row, :column][action_mask[row, :column]])
-            column = span.stop
-        turns[row, column:] = turns[row, column - 1] if column else 0
+    for row, (_, chain) in enumerate(chains):
+        starts = np.cumsum([0, *(len(sequences[member].token_ids) for member in chain[:-1])])
+        places[chain] = np.stack([np.full(len(chain), row), starts], axis=1)
+    width = max((int(column) + len(s.token_ids) for (_, column), s in zip(places, sequences, strict=True)), default=0)
+
+    def padded(name: str, fill: int, dtype: type[Scalar]) -> NDArray[Scalar]:
+        table = np.full((len(chains), width), fill, dtype)
+        for (row, column), sequence in zip(places.tolist(), sequences, strict=True):
+            table[row, column : column + len(sequence.token_ids)] = getattr(sequence, name)
+        return table
+
+    action_mask = padded("action_mask", False, np.bool_)
+    predicted = np.zeros((len(chains), width), np.bool_)
+    for (row, column), sequence in zip(places.tolist(), sequences, strict=True):
+        predicted[row, column + 1 : column + len(sequence.token_ids)] = True
+    turns = padded("turns", 0, np.int32)
+    for row, (_, chain) in enumerate(chains):
+        _number_turns(turns[row], action_mask[row], [sequences[member] for member in chain])
     return Rows(
-        token_ids=token_ids,
+        token_ids=padded("token_ids", 0, np.int32),
         action_mask=action_mask,
         predicted=predicted,
-        rollout_logprobs=rollout_logprobs,
-        policy_versions=policy_versions,
-        rewards=rewards,
+        rollout_logprobs=padded("rollout_logprobs", 0, np.float32),
+        policy_versions=padded("policy_versions", OBSERVED, np.int32),
+        rewards=padded("rewards", 0, np.float32),
         turns=turns,
-        num_action_tokens=np.array([rollouts[index].num_action_tokens for index, _ in chains], np.int32),
-        rollout_of_row=np.array([index for index, _ in chains], np.int32),
-        truncated=truncated,
+        num_action_tokens=np.array([rollouts[index].num_action_tokens for index in rollout_of_row], np.int32),
+        rollout_of_row=rollout_of_row,
+        truncated=np.array([rollouts[i].stop_reason.truncated for i in rollout_of_row], np.bool_) & first_row,
         sequences=tuple(sequences),
         places=places,
         sequences_of_rollout=tuple(len(rollout.sequences) for rollout in rollouts),
@@ -175,12 +168,17 @@ def _chains(rollout: Rollout) -> Iterator[list[int]]:
         yield chain
 
 
-def _continued_turns(sequence: Sequence, played: IntArray) -> IntArray:
-    """Turns of a sequence, moved on where its numbering starts again after the actions `played` before it."""
-    mine = sequence.turns[sequence.action_mask]
-    if len(played) == 0 or len(mine) == 0 or mine.min() > played.max():
-        return sequence.turns
-    return sequence.turns + (played.max() - mine.min() + 1)
+def _number_turns(turns: IntArray, action_mask: BoolArray, chain: list[Sequence]) -> None:
+    """Move a row's turns on, in place, where a continued sequence starts its numbering again."""
+    column = 0
+    for sequence in chain:
+        end = column + len(sequence.token_ids)
+        played, mine = turns[:column][action_mask[:column]], turns[column:end][action_mask[column:end]]
+        if len(played) and len(mine) and mine.min() <= played.max():
+            turns[column:end] += played.max() - mine.min() + 1
+        column = end
+    if column:
+        turns[column:] = turns[column - 1]
 
 
 def pack(

@@ -1,0 +1,311 @@
+"""Policy and value losses: pure functions, tensors and scalars in, a scalar loss and sums out.
+
+Axes: B rows, T tokens; entry t is about token t. Packed tokens come as one row, (1, N). `action_mask` is bool and true
+where the policy sampled the token; nothing off the mask is read, so it may hold anything.
+
+`denominator` is what the sum over tokens is divided by: the action tokens of the whole optimiser batch (a number), or a
+tensor that broadcasts to (B, T), so that the losses and gradients of micro-batches add up to the batch's.
+
+Ratios are taken against the log-probability that the engine recorded when it sampled the token, in float32 or better,
+and the log-ratio is clamped before exp. Losses are minimised. Advantages never get a gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from sao.algorithm.diagnostics import PolicyDiagnostics, policy_diagnostics
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +- this before exp: far outside every band, and finite in float32."""
+
+
+def dis_policy_loss(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    ratio_low: float,
+    ratio_high: float,
+    denominator: float | Tensor,
+    detach_ratio: bool = True,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """Direct double-sided importance sampling: - sum f A log pi / denominator, f = r inside the open band, else 0.
+
+    Args:
+        actor_logprobs: (B, T) under the weights being trained, with gradient.
+        rollout_logprobs: (B, T) recorded by the engine.
+        advantages: (B, T).
+        action_mask: (B, T) bool.
+        ratio_low, ratio_high: Bounds on the ratio itself, not epsilons: 0.7 and 6.0 for epsilons 0.3 and 5.0.
+        denominator: See the head of this file.
+        detach_ratio: False differentiates the printed formula literally. Then the gradient of a token is
+            - r A (1 + log pi) grad log pi, whose sign is wrong wherever the probability is under 1/e = 0.368.
+
+    Returns:
+        Scalar loss, and sums for diagnostics.
+
+    Raises:
+        ValueError: Shapes that do not fit, a recorded log-prob that is not finite, bounds that do not enclose 1, or a
+            denominator that is not above 0.
+
+    Source: SAO equations 1 to 3. The detached ratio and the denominator (rejected tokens included) are ours.
+    """
+    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_band(ratio_low, ratio_high)
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    ratio = log_ratio.exp()
+    low, high = ratio <= ratio_low, ratio >= ratio_high
+    kept = action_mask & ~low & ~high
+    weight = ratio.detach() if detach_ratio else ratio
+    loss = _weighted_log_likelihood(weight, advantages, actor_logprobs, kept, denominator)
+    return loss, policy_diagnostics(log_ratio, action_mask, removed_low=low, removed_high=high)
+
+
+def reinforce_policy_loss(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    denominator: float | Tensor,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """No correction: - sum A log pi / denominator. The recorded log-probs serve for diagnostics only.
+
+    This is also what PPO's clip gives when its ratio is against the trainer's own log-probs and there is one update per
+    batch: that ratio is 1. Arguments, results and errors as in `dis_policy_loss`.
+    """
+    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    weight = torch.ones_like(log_ratio)
+    loss = _weighted_log_likelihood(weight, advantages, actor_logprobs, action_mask, denominator)
+    none = torch.zeros_like(action_mask)
+    return loss, policy_diagnostics(log_ratio, action_mask, removed_low=none, removed_high=none)
+
+
+def ppo_clip_policy_loss(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    denominator: float | Tensor,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """PPO's clip with the ratio against the recorded log-probs: - sum min(r A, clip(r) A) / denominator.
+
+    `clip_ratio_low` and `clip_ratio_high` are bounds on the ratio: 0.8 and 1.28 for epsilons 0.2 and 0.28. Else as in
+    `dis_policy_loss`. Source: arXiv 1707.06347; asymmetric bounds arXiv 2503.14476.
+    """
+    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_band(clip_ratio_low, clip_ratio_high)
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    ones = torch.ones_like(log_ratio)
+    return _clipped_loss(
+        log_ratio, log_ratio, ones, advantages, action_mask, (clip_ratio_low, clip_ratio_high), denominator
+    )
+
+
+def decoupled_ppo_policy_loss(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    denominator: float | Tensor,
+    proximal_logprobs: Tensor | None = None,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """Decoupled PPO: - sum k min(u A, clip(u) A) / denominator, k = proximal / rollout, u = actor / proximal.
+
+    `proximal_logprobs` (B, T) are the trainer's own, from before the batch's first update; None takes the actor's now,
+    which is the same if there is one update per batch. Then u = 1 and nothing is clipped. k gets no gradient. Else as
+    in `dis_policy_loss`. Source: arXiv 2110.00641, arXiv 2505.24298.
+    """
+    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_band(clip_ratio_low, clip_ratio_high)
+    proximal = actor_logprobs.detach() if proximal_logprobs is None else proximal_logprobs.detach()
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    log_u = _log_ratio(actor_logprobs, proximal, action_mask, name="proximal_logprobs")
+    weight = _log_ratio(proximal, rollout_logprobs, action_mask).exp()
+    return _clipped_loss(
+        log_u, log_ratio, weight, advantages, action_mask, (clip_ratio_low, clip_ratio_high), denominator
+    )
+
+
+def icepop_policy_loss(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    ratio_low: float,
+    ratio_high: float,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    denominator: float | Tensor,
+    proximal_logprobs: Tensor | None = None,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """IcePop: as decoupled PPO, but k is 0 outside the closed band [ratio_low, ratio_high], 0.5 and 5 in its paper.
+
+    Arguments as in `dis_policy_loss` and `decoupled_ppo_policy_loss`. Source: arXiv 2510.18855.
+    """
+    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_band(ratio_low, ratio_high)
+    check_band(clip_ratio_low, clip_ratio_high)
+    proximal = actor_logprobs.detach() if proximal_logprobs is None else proximal_logprobs.detach()
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    log_u = _log_ratio(actor_logprobs, proximal, action_mask, name="proximal_logprobs")
+    mismatch = _log_ratio(proximal, rollout_logprobs, action_mask).exp()
+    low, high = mismatch < ratio_low, mismatch > ratio_high
+    weight = torch.where(low | high, 0.0, mismatch)
+    bounds = clip_ratio_low, clip_ratio_high
+    return _clipped_loss(log_u, log_ratio, weight, advantages, action_mask, bounds, denominator, low=low, high=high)
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    *,
+    denominator: float | Tensor,
+    clip: float | None = None,
+    initial_values: Tensor | None = None,
+) -> Tensor:
+    """0.5 * sum (V - return)^2 / denominator over action tokens.
+
+    Args:
+        values: (B, T) with gradient.
+        returns: (B, T) targets, fixed before the first update.
+        action_mask: (B, T) bool.
+        denominator: See the head of this file. Averaging per micro-batch instead changes the gradient with the packing.
+        clip: PPO's value clip: the larger of the two squares, the other one with V held within `clip` of
+            `initial_values`. None is off.
+        initial_values: (B, T) values before the first update; needed with `clip`.
+
+    Returns:
+        Scalar loss.
+
+    Raises:
+        ValueError: Shapes that do not fit, a denominator not above 0, `clip` not above 0 or without `initial_values`.
+
+    Source: the paper gives the square; denominator and no clipping are ours.
+    """
+    _check_shapes(values=values, returns=returns, action_mask=action_mask)
+    values = torch.where(action_mask, _at_least_float32(values), 0.0)
+    returns = torch.where(action_mask, _at_least_float32(returns.detach()), 0.0)
+    squares = (values - returns).square()
+    if clip is not None:
+        if not clip > 0:
+            raise ValueError(f"clip is {clip}; it must be above 0, or None for no clipping")
+        if initial_values is None or initial_values.shape != values.shape:
+            raise ValueError("value clipping needs initial_values, of the shape of values")
+        start = torch.where(action_mask, initial_values.detach(), 0.0)
+        squares = torch.maximum(squares, (start + (values - start).clamp(-clip, clip) - returns).square())
+    return 0.5 * (squares / _denominator(denominator, action_mask)).sum()
+
+
+@torch.no_grad()
+def count_kept(
+    actor_logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor, *, ratio_low: float, ratio_high: float
+) -> int:
+    """Action tokens inside the open band: the denominator "kept tokens", from a pass without gradient."""
+    _check_shapes(actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, action_mask=action_mask)
+    ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask).exp()
+    return int((action_mask & (ratio > ratio_low) & (ratio < ratio_high)).sum())
+
+
+def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: int) -> Tensor:
+    """(B, 1): rollouts in the batch times l of the row's rollout, so that each rollout weighs the same."""
+    if num_action_tokens.ndim != 1 or num_trajectories < 1:
+        raise ValueError(f"shape {tuple(num_action_tokens.shape)} and {num_trajectories} rollouts; want (B,) and >= 1")
+    return (num_action_tokens * num_trajectories).float()[:, None]
+
+
+def check_band(ratio_low: float, ratio_high: float) -> None:
+    """Raise ValueError unless 0 <= ratio_low < 1 < ratio_high < exp(20)."""
+    if not 0 <= ratio_low < 1 < ratio_high < 4.8e8:
+        raise ValueError(
+            f"ratio bounds are ({ratio_low}, {ratio_high}); they must enclose 1. They bound the ratio itself: for "
+            "epsilons (0.3, 5.0) give 0.7 and 6.0"
+        )
+
+
+def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, name: str = "rollout_logprobs") -> Tensor:
+    """Clamped log-ratio, 0 off the mask. An actor log-prob of NaN stays NaN, so that the trainer sees it."""
+    other = torch.where(action_mask, other.detach().to(actor_logprobs.device), 0.0)
+    if name == "rollout_logprobs" and not torch.isfinite(other).all():
+        row, token = (int(i) for i in (~torch.isfinite(other)).nonzero()[0])
+        raise ValueError(f"{name} of row {row}, token {token} is {float(other[row, token])}; it must be finite")
+    actor = torch.where(action_mask, _at_least_float32(actor_logprobs), 0.0)
+    return (actor - _at_least_float32(other)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _weighted_log_likelihood(
+    weight: Tensor, advantages: Tensor, actor_logprobs: Tensor, kept: Tensor, denominator: float | Tensor
+) -> Tensor:
+    # Every factor is selected before the product: 0 times a log-prob of -inf is NaN.
+    weight = torch.where(kept, weight, 0.0)
+    advantages = torch.where(kept, advantages.detach(), 0.0)
+    logprobs = torch.where(kept, _at_least_float32(actor_logprobs), 0.0)
+    return -(weight * advantages * logprobs / _denominator(denominator, kept)).sum()
+
+
+def _clipped_loss(
+    log_u: Tensor,
+    log_ratio: Tensor,
+    weight: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    bounds: tuple[float, float],
+    denominator: float | Tensor,
+    *,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """- sum weight * min(u A, clip(u) A) / denominator; `low` and `high` are tokens removed by the weight."""
+    u = log_u.exp()
+    advantages = torch.where(action_mask, advantages.detach(), 0.0)
+    surrogate = torch.minimum(u * advantages, u.clamp(*bounds) * advantages)
+    surrogate = torch.where(action_mask, weight.detach() * surrogate, 0.0)
+    loss = -(surrogate / _denominator(denominator, action_mask)).sum()
+    clipped_low, clipped_high = (u < bounds[0]) & (advantages < 0), (u > bounds[1]) & (advantages > 0)
+    removed_low = clipped_low if low is None else low | clipped_low
+    removed_high = clipped_high if high is None else high | clipped_high
+    return loss, policy_diagnostics(log_ratio, action_mask, removed_low=removed_low, removed_high=removed_high)
+
+
+def _denominator(denominator: float | Tensor, mask: Tensor) -> float | Tensor:
+    if isinstance(denominator, Tensor):
+        spread = torch.where(mask, denominator.to(mask.device), 1.0)
+        if spread.shape != mask.shape:
+            raise ValueError(f"denominator {tuple(denominator.shape)} does not broadcast to {tuple(mask.shape)}")
+        if not (spread > 0).all():
+            raise ValueError(f"the smallest denominator is {float(spread.min())}; it must be above 0")
+        return spread
+    if not 0 < denominator < float("inf"):
+        raise ValueError(f"denominator is {denominator}; give the action tokens of the whole batch, above 0")
+    return denominator
+
+
+def _at_least_float32(array: Tensor) -> Tensor:
+    return array.to(torch.promote_types(array.dtype, torch.float32))
+
+
+def _check(actor_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, action_mask: Tensor) -> None:
+    _check_shapes(
+        actor_logprobs=actor_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        action_mask=action_mask,
+    )
+
+
+def _check_shapes(*, action_mask: Tensor, **arrays: Tensor) -> None:
+    if action_mask.dtype != torch.bool or action_mask.ndim != 2:
+        raise ValueError(f"action_mask is {action_mask.dtype} {tuple(action_mask.shape)}; it must be bool (B, T)")
+    for name, array in arrays.items():
+        if array.shape != action_mask.shape:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, the action mask {tuple(action_mask.shape)}")

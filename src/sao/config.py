@@ -1,0 +1,374 @@
+"""One configuration: TOML, composed of what each part declares beside itself. Unknown keys are errors.
+
+    resolve(path, overrides) -> RunConfig          read, override, check
+    to_toml(config) -> str                         every value, as saved with a run
+    describe() -> lines                            every key with its default and meaning
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import textwrap
+import tomllib
+
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from sao.algorithm.sao import AlgorithmConfig
+from sao.engines.local import EngineConfig, EngineCost
+from sao.envs.chain import ChainConfig
+from sao.envs.demonstrations import NoiseConfig
+from sao.envs.grader import GraderConfig
+from sao.envs.math_python import MathPythonConfig
+from sao.envs.sandbox import SandboxConfig
+from sao.envs.toy import GuessConfig
+from sao.evaluate import EvaluationConfig
+from sao.loop import LoopConfig
+from sao.models.load import ModelConfig
+from sao.pipeline.baselines import BaselineConfig
+from sao.rollout.worker import RolloutConfig
+from sao.training.core import TrainerConfig
+from sao.training.inline import TrainerCost
+from sao.training.sft import SftConfig
+from sao.training.value_pretraining import ValuePretrainingConfig
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message names the key, the value and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Where tasks come from."""
+
+    source: Literal["chain", "guess", "gsm8k", "imo_answerbench", "file"] = "chain"
+    """chain and guess are generated without end; gsm8k and imo_answerbench are read from a folder; file is JSONL."""
+    path: str = ""
+    """Folder of gsm8k or imo_answerbench, or the JSONL file."""
+    split: Literal["auto", "train", "sft", "evaluation"] = "auto"
+    """Part of the source; auto takes what the use needs: train for training, evaluation (held out) for evaluation."""
+    limit: int = 0
+    """Number of tasks to use; 0 for all (or endless)."""
+    cycle: bool = True
+    """Whether a finite source starts again, shuffled anew. False ends the run with what is left as its last batch."""
+    chain: ChainConfig = field(default_factory=ChainConfig)
+    """For source = "chain"."""
+    guess: GuessConfig = field(default_factory=GuessConfig)
+    """For source = "guess"."""
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"tasks.limit is {self.limit}; use 0 for all")
+        if self.source in ("file", "gsm8k", "imo_answerbench") and not self.path:
+            raise ValueError(f'tasks.source = "{self.source}" needs tasks.path')
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What the policy acts in."""
+
+    name: Literal["math_python", "guess"] = "math_python"
+    """math_python: mathematics with a Python tool. guess: the toy of the documentation."""
+    tool: Literal["restricted", "sandbox", "unprotected"] = "restricted"
+    """restricted: arithmetic and assignments, no process. sandbox: real Python under bubblewrap. unprotected: real Python
+    with nothing around it; refused unless `allow_unprotected`."""
+    allow_unprotected: bool = False
+    """The explicit switch for running model-written Python with the rights of this user."""
+    math_python: MathPythonConfig = field(default_factory=MathPythonConfig)
+    """For name = "math_python"."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """For tool = "sandbox" and "unprotected"."""
+    grader: GraderConfig = field(default_factory=GraderConfig)
+    """How answers are judged."""
+
+    def __post_init__(self) -> None:
+        if self.tool == "unprotected" and not self.allow_unprotected:
+            raise ValueError(
+                'environment.tool = "unprotected" runs model-written Python with your rights; use "sandbox", or set '
+                "environment.allow_unprotected = true if this machine may be lost"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Text to tokens."""
+
+    path: str = ""
+    """Folder or hub name; empty takes the model's, or builds the word tokenizer of the demo for a built model."""
+    tool_role: Literal["tool", "user"] = "tool"
+    """Role under which the template shows tool output; "user" for templates without a tool role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftStageConfig:
+    """One stage of supervised fine-tuning; several run in order."""
+
+    traces: str = ""
+    """JSONL of traces; empty makes demonstrations with the task source's scripted expert."""
+    demonstrations: int = 2000
+    """Traces to make."""
+    only_right: bool = False
+    """Whether to leave out traces of reward 0."""
+    noise: NoiseConfig = field(
+        default_factory=lambda: NoiseConfig(
+            wrong_operand=0.0, wrong_operator=0.0, skip_step=0.0, give_up=0.0, early_answer=0.0, wrong_answer=0.0
+        )
+    )
+    """Errors of the scripted expert; none by default."""
+    fit: SftConfig = field(default_factory=SftConfig)
+    """How the traces are fitted."""
+
+    def __post_init__(self) -> None:
+        if self.demonstrations < 1:
+            raise ValueError(f"sft.demonstrations is {self.demonstrations}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueStageConfig:
+    """Value pretraining before RL: Monte-Carlo returns of the starting policy's rollouts."""
+
+    rollouts: int = 4096
+    """Rollouts to collect with the starting policy."""
+    logged: str = ""
+    """Log folder of an earlier run to take rollouts from, instead of collecting."""
+    fit: ValuePretrainingConfig = field(default_factory=ValuePretrainingConfig)
+    """How the returns are fitted."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 2:
+            raise ValueError(f"value_pretraining.rollouts is {self.rollouts}; it must be at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str = "run"
+    """Name of the run, and of its folder under runs/."""
+    seed: int = 0
+    """Keys all randomness of the run, together with ids."""
+    clock: Literal["real", "virtual"] = "real"
+    """real: engine and trainer in processes of their own. virtual: everything inline and deterministic, at stated costs."""
+    worker_processes: int = 1
+    """Processes that render, tokenise and step environments in real time; 0 plays episodes on the loop itself."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    """What is trained on."""
+    evaluation_tasks: tuple[TasksConfig, ...] = ()
+    """Data sets of evaluation, a row each; none takes the held-out part of `tasks`."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """What the policy acts in."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """Text to tokens."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy's network, and the critic's backbone."""
+    sft: tuple[SftStageConfig, ...] = ()
+    """Stages of supervised fine-tuning before RL; none skips it."""
+    value_pretraining: ValueStageConfig | None = None
+    """Value pretraining before RL; none skips it."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Targets and losses."""
+    baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    """Critic-free baselines, for comparison."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Optimisation."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Sampling."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Limits of an episode."""
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    """How many rollouts, how far ahead."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation during training and at its end."""
+    engine_cost: EngineCost = field(default_factory=EngineCost)
+    """What sampling costs in virtual time."""
+    trainer_cost: TrainerCost = field(default_factory=TrainerCost)
+    """What training costs in virtual time."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; use letters, digits and dashes: it names a folder")
+        if self.worker_processes < 0:
+            raise ValueError(f"worker_processes is {self.worker_processes}; use 0 to play episodes on the loop itself")
+        if (self.algorithm.advantage == "given") == (self.baseline.kind == "critic"):
+            raise ValueError(
+                f'algorithm.advantage = "{self.algorithm.advantage}" and baseline.kind = "{self.baseline.kind}" do not go '
+                'together: a critic-free baseline needs algorithm.advantage = "given", and "given" needs a baseline'
+            )
+        grouped = self.baseline.kind in ("group_normalised", "group_mean", "leave_one_out")
+        if grouped and self.loop.group_size < 2:
+            raise ValueError(
+                f'baseline.kind = "{self.baseline.kind}" compares rollouts of one prompt; loop.group_size is '
+                f"{self.loop.group_size}, set it to 2 or more"
+            )
+        if self.value_pretraining is not None and self.algorithm.advantage == "given":
+            raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
+        if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):
+            raise ValueError("in virtual time only in-process tools run, and only metrics.jsonl is written")
+        self.rollout.require_neutral()
+
+
+def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `a.b=c` overrides, and check everything. Raises ConfigError."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    return from_tree(tree, overrides)
+
+
+def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """A checked configuration from nested tables. Raises ConfigError."""
+    for override in overrides:
+        _apply(tree, override)
+    _refuse_unknown(tree, RunConfig, "")
+    try:
+        return TypeAdapter(RunConfig).validate_python(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_readable(problem) for problem in error.errors())) from error
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved configuration, every value; "none" stands for None."""
+    return "\n".join(_toml_lines(dataclasses.asdict(config), "")) + "\n"
+
+
+def describe() -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of every leaf."""
+    yield from _describe(RunConfig, "")
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    *sections, leaf = key.strip().split(".")
+    table: Any = tree
+    for section in sections:
+        table = _enter(table, section, key)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    if isinstance(table, list):
+        table[_index(table, leaf, key)] = value
+    else:
+        table[leaf] = value
+
+
+def _enter(table: Any, section: str, key: str) -> Any:
+    if isinstance(table, list):
+        return table[_index(table, section, key)]
+    if not isinstance(table, dict):
+        raise ConfigError(f"override {key}: {section} lies below a value, not a section")
+    return table.setdefault(section, {})
+
+
+def _index(table: list[Any], section: str, key: str) -> int:
+    if not section.isdigit() or int(section) >= len(table):
+        raise ConfigError(f"override {key}: {section!r} is no index into a list of {len(table)} (they count from 0)")
+    return int(section)
+
+
+def _refuse_unknown(tree: Any, declared: Any, prefix: str) -> None:
+    """Name the nearest key for every unknown one."""
+    declared = _dataclass_of(declared)
+    if declared is None:
+        return
+    if isinstance(tree, list):
+        for index, entry in enumerate(tree):
+            _refuse_unknown(entry, declared, f"{prefix}{index}.")
+        return
+    if not isinstance(tree, dict):
+        return
+    hints = typing.get_type_hints(declared)
+    for key, value in tree.items():
+        if key not in hints:
+            raise ConfigError(f"unknown key {prefix}{key}{_nearest(key, hints, prefix)}")
+        if value == "none" and type(None) in typing.get_args(hints[key]):
+            tree[key] = None  # TOML has no null
+        _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+
+
+def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
+    close = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    everywhere = [name for name, _, _ in describe() if name.rpartition(".")[2] == key]
+    return f"; did you mean {everywhere[0]}?" if everywhere else f"; known here: {', '.join(hints)}"
+
+
+def _dataclass_of(declared: Any) -> Any:
+    """The dataclass within X, X | None or tuple[X, ...]; None where there is none."""
+    candidates = (declared, *typing.get_args(declared))
+    return next((each for each in candidates if dataclasses.is_dataclass(each)), None)
+
+
+def _readable(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"]) or "configuration"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message
+    return f"{place} is {problem['input']!r}: {message}"
+
+
+def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    sections = {key: value for key, value in table.items() if _is_section(value)}
+    for key, value in table.items():
+        if key not in sections:
+            yield f"{key} = {_toml_value(value)}"
+    for key, value in sections.items():
+        for entry in value if isinstance(value, (list, tuple)) else (value,):
+            yield ""
+            yield f"[[{prefix}{key}]]" if isinstance(value, (list, tuple)) else f"[{prefix}{key}]"
+            yield from _toml_lines(entry, f"{prefix}{key}.")
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], dict))
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
+    if value is None:
+        return '"none"'
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _describe(declared: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
+    meanings = field_docstrings(declared)
+    hints = typing.get_type_hints(declared)
+    for entry in dataclasses.fields(declared):
+        inner = _dataclass_of(hints[entry.name])
+        if inner is not None:
+            yield from _describe(inner, f"{prefix}{entry.name}.")
+        else:
+            default = entry.default if entry.default is not dataclasses.MISSING else ""
+            yield f"{prefix}{entry.name}", _toml_value(default), meanings[entry.name]
+
+
+def field_docstrings(declared: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass; "" where it has none."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    meanings = {entry.name: "" for entry in dataclasses.fields(declared)}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = following.value.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else ""
+            if isinstance(text, str):
+                meanings[statement.target.id] = " ".join(text.split())
+    return meanings

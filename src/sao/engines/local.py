@@ -1,0 +1,393 @@
+"""The embedded engine: one transformer, many sessions, continuous batching, weights replaced between decode steps."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sao.clock import Clock
+from sao.engines.decoder import Decoder, Delivery, Generation, Plan
+from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.models.load import DTYPES, load_folder, read_weights
+from sao.types import GenerationStop, Snapshot, TokenChunk
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The local engine."""
+
+    mode: Literal["recompute", "keep"] = "recompute"
+    """What becomes of cached tokens at a weight update. recompute rebuilds them, so that every later log-prob is the
+    trainer's for its version; keep goes on with them: faster, but the log-probs match no version."""
+    max_sessions: int = 64
+    """Sessions that hold a cache at once; more wait, or push out the one parked longest."""
+    max_context: int = 1024
+    """Longest prompt and answer of a session together, in tokens."""
+    threads: int = 1
+    """Torch threads of an engine in its own process; an inline engine shares its process's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the engine's weights and cache; float32 agrees with a float32 trainer to 1e-4."""
+    flush_tokens: int = 16
+    """Tokens given out at once; a stop and a change of version give out what there is."""
+    probe_tolerance: float = 1e-3
+    """Largest accepted difference of a probe token's log-prob from the trainer's, in nats; bfloat16 needs about 0.3."""
+    prefill_tokens: int = 512
+    """Prompt tokens computed between two decode steps: more starts sessions sooner and delays the running ones."""
+    start_timeout_s: float = 180.0
+    """Seconds for an engine process to start and load its model; imports alone take ten on a busy machine."""
+    load_timeout_s: float = 120.0
+    """Seconds for an engine process to take new weights, or to answer at all."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "threads", "flush_tokens", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_context < 2:
+            raise ValueError(f"engine.max_context is {self.max_context}; a prompt and an answer need at least 2 tokens")
+        for name in ("probe_tolerance", "start_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCost:
+    """What the inline engine costs in virtual time, in seconds; the defaults are a tiny model's on one CPU core."""
+
+    step_seconds: float = 1.5e-3
+    """Of a decode step, whatever its size."""
+    token_seconds: float = 15e-6
+    """More for each session in the step."""
+    prefill_token_seconds: float = 10e-6
+    """More for each prompt token put into the cache before the step."""
+    load_seconds: float = 0.05
+    """To read new weights, while decoding goes on."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "token_seconds", "prefill_token_seconds", "load_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"engine cost {name} is {getattr(self, name)}; it must not be negative")
+
+    def of(self, plan: Plan) -> float:
+        """Seconds of one engine step."""
+        return self.step_seconds + self.token_seconds * plan.decoded + self.prefill_token_seconds * plan.prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """Weights that were read and wait for the gap between two steps."""
+
+    snapshot: Snapshot
+    weights: Mapping[str, Tensor]
+    done: asyncio.Future[None]
+
+
+class LocalEngine:
+    """Engine over a transformer of this process; takes `model` for its own (its attention and weights are replaced).
+
+    All work happens in one task of the running loop, one step at a time through the clock; requests take effect
+    between steps. An error in a step ends every stream, and every later call, with EngineError.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        clock: Clock,
+        config: EngineConfig | None = None,
+        cost: EngineCost | None = None,
+        *,
+        version: int = 0,
+    ) -> None:
+        self._config = config or EngineConfig()
+        self._cost = cost or EngineCost()
+        self._clock = clock
+        positions = int(getattr(model.config, "max_position_embeddings", self._config.max_context))
+        if positions < self._config.max_context:
+            raise ValueError(
+                f"engine.max_context is {self._config.max_context}, but the model knows {positions} positions"
+            )
+        self._decoder = Decoder(
+            model.to(DTYPES[self._config.dtype]),
+            version=version,
+            rows=self._config.max_sessions,
+            max_context=self._config.max_context,
+            flush_tokens=self._config.flush_tokens,
+        )
+        self._active: dict[str, Generation] = {}
+        self._waiting: list[Generation] = []
+        self._cancelled: list[Generation] = []
+        self._closing: list[str] = []
+        self._loads: list[tuple[Snapshot, asyncio.Future[None]]] = []
+        self._swap: _Swap | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stepper: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._failure = ""
+        self._busy_seconds = 0.0
+        self._probe_gap = 0.0
+
+    @classmethod
+    def from_snapshot(
+        cls, snapshot: Snapshot, clock: Clock, config: EngineConfig | None = None, cost: EngineCost | None = None
+    ) -> "LocalEngine":
+        """An engine that holds a published snapshot, proved by its probe. Raises EngineError."""
+        config = config or EngineConfig()
+        try:
+            model = load_folder(snapshot.location, dtype=DTYPES[config.dtype])
+        except ValueError as error:
+            raise EngineError(f"policy version {snapshot.version}: {error}") from error
+        engine = cls(model, clock, config, cost, version=snapshot.version)
+        engine._probe_gap = engine._prove(snapshot)
+        return engine
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        session: str,
+        deliver: Callable[[TokenChunk | EngineError], None],
+    ) -> Generation:
+        """What `generate` does, with chunks (or the error that ends them) handed to a callback. Raises like it."""
+        self._check_alive()
+        generation = Generation(session, self._checked(token_ids, max_tokens, sampling), max_tokens, sampling, deliver)
+        former = self._active.get(session)
+        if former is not None and not former.cancelled:
+            raise ValueError(f"session {session!r} has a generation under way; a session has one at a time")
+        self._active[session] = generation
+        self._waiting.append(generation)
+        self._notify()
+        return generation
+
+    def abandon(self, generation: Generation) -> None:
+        """End a generation between two steps; nothing happens if it has ended."""
+        if not generation.ended and not generation.cancelled:
+            generation.cancelled = True
+            self._cancelled.append(generation)
+            self._wake.set()
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+    ) -> AsyncIterator[TokenChunk]:
+        """See Engine. Raises ValueError for token ids the model does not know, or a session that is busy."""
+        chunks: asyncio.Queue[TokenChunk | EngineError] = asyncio.Queue()
+        generation = self.submit(
+            token_ids, max_tokens=max_tokens, sampling=sampling, session=session, deliver=chunks.put_nowait
+        )
+        try:
+            while True:
+                chunk = await chunks.get()
+                if isinstance(chunk, EngineError):
+                    raise chunk
+                yield chunk
+                if chunk.stop is not None:
+                    return
+        finally:
+            self.abandon(generation)
+
+    async def cancel(self, session: str) -> None:
+        """See Engine."""
+        if session in self._active:
+            self.abandon(self._active[session])
+
+    async def close(self, session: str) -> None:
+        """See Engine."""
+        await self.cancel(session)
+        self._closing.append(session)
+        self._wake.set()
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """See Engine. Requests queue; one that a newer request overtakes in the queue returns with the newer one."""
+        self._check_alive()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loads.append((snapshot, done))
+        if len(self._loads) == 1:
+            self._spawn(self._load_pending())
+        await done
+
+    async def health(self) -> EngineHealth:
+        """See Engine."""
+        self._check_alive()
+        return EngineHealth(
+            version=self._decoder.version,
+            running=len(self._active),
+            generated_tokens=self._decoder.generated_tokens,
+            recomputed_tokens=self._decoder.recomputed_tokens,
+            busy_seconds=self._busy_seconds,
+            probe_gap=self._probe_gap,
+        )
+
+    async def stop(self) -> None:
+        """See Engine."""
+        self._fail("the engine was stopped")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> np.ndarray:
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        if tokens.ndim != 1 or not len(tokens):
+            raise ValueError("token_ids is empty; a model needs at least one token to go on from")
+        if tokens.min() < 0 or tokens.max() >= self._decoder.vocab_size:
+            bad = int(tokens[(tokens < 0) | (tokens >= self._decoder.vocab_size)][0])
+            raise ValueError(f"token id {bad} is not in the model's vocabulary of {self._decoder.vocab_size}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(
+                f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]"
+            )
+        return tokens
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise EngineError(self._failure)
+
+    def _notify(self) -> None:
+        self._wake.set()
+        if self._stepper is None:
+            self._stepper = self._spawn(self._run())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self) -> None:
+        """Step while there is work; takes requests between steps, gives chunks, is woken by every request."""
+        try:
+            while True:
+                self._wake.clear()
+                self._end_cancelled()
+                if self._swap is not None:
+                    await self._take_weights(self._swap)
+                self._admit_waiting()
+                plan = self._decoder.plan(self._config.prefill_tokens)
+                if plan.decoded or plan.fills:
+                    self._deliver(await self._compute(lambda plan=plan: self._decoder.step(plan), self._cost.of(plan)))
+                else:
+                    await self._wake.wait()
+        except Exception as error:  # whatever torch raises must reach every stream, or rollouts would hang
+            self._fail(f"the engine failed: {error!r}")
+
+    async def _compute(self, work: Callable[[], T], cost: float) -> T:
+        started = self._clock.now()
+        try:
+            return await self._clock.compute(work, cost=cost)
+        finally:
+            self._busy_seconds += self._clock.now() - started
+
+    def _end_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        for generation in cancelled:
+            if generation.ended:
+                continue
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+                self._end_without_tokens(generation, GenerationStop.CANCELLED)
+            else:
+                self._deliver(self._decoder.cancel(generation))
+        closing, self._closing = self._closing, []
+        for session in closing:
+            self._decoder.close(session)
+
+    def _admit_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for place, generation in enumerate(waiting):
+            if len(generation.token_ids) >= self._config.max_context:
+                self._end_without_tokens(generation, GenerationStop.CONTEXT_FULL)
+            elif not self._decoder.admit(generation):
+                # The rest keep their order, but a session that still has its row need not wait for one.
+                self._waiting.append(generation)
+                self._waiting += [later for later in waiting[place + 1 :] if not self._decoder.admit(later)]
+                return
+
+    def _end_without_tokens(self, generation: Generation, stop: GenerationStop) -> None:
+        generation.ended = True
+        self._deliver([(generation, TokenChunk(token_ids=(), logprobs=(), version=self._decoder.version, stop=stop))])
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        for generation, chunk in deliveries:
+            if generation.ended and chunk.stop is not None and self._active.get(generation.session) is generation:
+                del self._active[generation.session]
+            generation.deliver(chunk)
+
+    async def _load_pending(self) -> None:
+        """Read and swap until no request is left; of several that wait, only the newest is read."""
+        while self._loads:
+            requests = list(self._loads)
+            snapshot = requests[-1][0]
+            failure = ""
+            try:
+                weights = await self._clock.external(
+                    lambda snapshot=snapshot: read_weights(snapshot.location, self._decoder.model),
+                    cost=self._cost.load_seconds,
+                )
+                self._swap = _Swap(snapshot, weights, asyncio.get_running_loop().create_future())
+                self._notify()
+                await self._swap.done
+            except (ValueError, OSError, EngineError) as error:
+                failure = f"policy version {snapshot.version} was not loaded: {error}"
+            del self._loads[: len(requests)]
+            for _, done in requests:
+                if done.done():
+                    continue
+                if failure:
+                    done.set_exception(EngineError(failure))
+                else:
+                    done.set_result(None)
+
+    async def _take_weights(self, swap: _Swap) -> None:
+        """Between two steps: give out what the former version sampled, swap, prove, and go on or go back."""
+        self._swap = None
+        self._deliver(self._decoder.flush())
+        former = self._decoder.replace_weights(swap.weights)
+        probe_cost = self._cost.prefill_token_seconds * len(swap.snapshot.probe_token_ids)
+        try:
+            self._probe_gap = await self._compute(lambda: self._prove(swap.snapshot), probe_cost)
+        except EngineError as error:
+            self._decoder.replace_weights(former)
+            swap.done.set_exception(error)
+            return
+        self._decoder.version = swap.snapshot.version
+        if self._config.mode == "recompute":
+            self._decoder.invalidate()
+        swap.done.set_result(None)
+
+    def _prove(self, snapshot: Snapshot) -> float:
+        """Largest gap between own and trainer's log-probs on the probe; raises EngineError if it is too large."""
+        tokens, expected = snapshot.probe_token_ids, snapshot.probe_logprobs
+        if len(tokens) < 2:
+            return 0.0
+        if len(expected) != len(tokens) - 1 or len(tokens) > self._config.max_context:
+            raise EngineError(f"the probe of version {snapshot.version} has {len(tokens)} tokens, {len(expected)} log-probs")
+        gap = float(np.abs(self._decoder.score(tokens) - np.array(expected, dtype=np.float32)).max())
+        if not gap <= self._config.probe_tolerance:
+            raise EngineError(
+                f"policy version {snapshot.version} fails its probe: log-probs differ from the trainer's by {gap:g}, more"
+                f" than engine.probe_tolerance {self._config.probe_tolerance:g}; the weights in {snapshot.location} are"
+                " not what the trainer scored, or the engine's dtype needs a wider tolerance"
+            )
+        return gap
+
+    def _fail(self, reason: str) -> None:
+        if self._failure:
+            return
+        self._failure = reason
+        active, self._active, self._waiting = list(self._active.values()), {}, []
+        for generation in active:
+            generation.ended = True
+            generation.deliver(EngineError(reason))
+        if self._swap is not None and not self._swap.done.done():
+            self._swap.done.set_exception(EngineError(reason))
+        for _, done in self._loads:
+            if not done.done():
+                done.set_exception(EngineError(reason))

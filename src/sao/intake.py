@@ -1,0 +1,277 @@
+"""The rollout side of the loop: tasks are admitted, played and settled, and the finished ones wait for a batch."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from sao.clock import Clock, Signal
+from sao.envs.protocol import TaskSource
+from sao.loop import Log, LoopConfig, LoopError, Start
+from sao.observe.metrics import Metric, last
+from sao.pipeline.accounts import Accounts
+from sao.pipeline.admission import Admission, Member
+from sao.rollout.protocol import RolloutWorker
+from sao.rollout.worker import rollout_seed
+from sao.store.records import Admitted, AttemptEnded, Dropped, Finished
+from sao.types import FailureKind, Rollout
+
+
+class Intake:
+    """Everything between the task source and a batch. `fresh` says whether the engine's weights allow admission."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        source: TaskSource,
+        worker: RolloutWorker,
+        log: Log,
+        config: LoopConfig,
+        start: Start,
+        seed: int,
+        changed: Signal,
+        fresh: Callable[[], bool],
+        engine_version: Callable[[], int],
+    ) -> None:
+        self._clock, self._source, self._worker, self._log = clock, source, worker, log
+        self._config, self._seed, self._changed = config, seed, changed
+        self._fresh, self._engine_version = fresh, engine_version
+        self._admission = Admission(
+            batch_size=config.batch_size,
+            group_size=config.group_size,
+            max_batches_ahead=config.max_batches_ahead,
+            max_retries=config.max_retries,
+        )
+        self.accounts = Accounts(start.accounts)
+        self._cursor, self._position = start.cursor, start.position
+        self._begun: dict[str, int] = {}
+        self._players: dict[str, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[tuple[Member, Rollout]] = asyncio.Queue()
+        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._exhausted = False
+        self._closed = False
+        self._restore(start)
+
+    def _restore(self, start: Start) -> None:
+        for rollout in self._admission.restore(start.pending, start.finished):
+            self._drop(rollout.id, "its group is incomplete after resume")
+        for member in self._admission.pending:
+            self._record_admission(member)
+
+    # What the training side asks.
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts ready for a batch."""
+        return self._admission.waiting
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing more will become ready: the source has ended and nothing is under way."""
+        return self._exhausted and self._admission.empty and self._ended.empty()
+
+    def begun_versions(self) -> list[int]:
+        """The engine's version when each running rollout began."""
+        return list(self._begun.values())
+
+    def take(self) -> tuple[Rollout, ...]:
+        """A full batch, or what is left once drained, or ()."""
+        return self._admission.take(partial=self.drained)
+
+    def drop_ready(self, unwanted: Callable[[Rollout], bool], reason: str) -> None:
+        """Drop ready groups with an unwanted member, counted."""
+        for rollout in self._admission.drop_ready(unwanted):
+            self._drop(rollout.id, reason)
+            self._changed.notify()
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """Free the places of a trained batch."""
+        rollouts = list(rollouts)
+        self._admission.release(rollouts)
+        self.accounts.add("trained", len(rollouts))
+        self._changed.notify()
+
+    def describe(self) -> str:
+        """Where the rollouts are, for messages."""
+        admission = self._admission
+        return (
+            f"{len(admission.pending)} pending, {len(admission.running)} running, {admission.waiting} ready, "
+            f"{admission.held} of {admission.capacity} places held"
+        )
+
+    def metrics(self) -> dict[str, Metric]:
+        """The loop/ metrics of rollouts."""
+        return {
+            **self.accounts.metrics(),
+            "loop/places_held": last(self._admission.held),
+            "loop/running": last(len(self._admission.running)),
+            "loop/waiting": last(self._admission.waiting),
+        }
+
+    async def close(self) -> None:
+        """Admit nothing more and cancel what is running. Safe to call twice."""
+        self._closed = True
+        players = list(self._players.values())
+        self._players.clear()
+        for player in players:
+            player.cancel()
+        await asyncio.gather(*players, return_exceptions=True)
+
+    # The loops.
+
+    async def feed(self) -> None:
+        """Takes tasks from the source; gives running rollouts. Waits for a slot to run in, or a place and fresh weights.
+
+        Woken by rollouts that end, batches that are released, and weights that arrive.
+        """
+        while True:
+            await self._changed.until(lambda: self._may_start() or self._may_admit())
+            if self._may_start():
+                member = self._admission.start()
+                self._begun[member.key] = self._engine_version()
+                player = asyncio.create_task(self._play(member), name=f"rollout {member.rollout_id}")
+                player.add_done_callback(self._player_done)
+                self._players[member.key] = player
+            else:
+                self._admit_next()
+
+    async def collect(self) -> None:
+        """Takes rollouts that ended; gives finished ones to the batch, once they are durable. Woken by each ending."""
+        while True:
+            ended = [await self._ended.get()]
+            while not self._ended.empty():
+                ended.append(self._ended.get_nowait())
+            good = [pair for pair in ended if self._settle(*pair)]
+            for _, rollout in good:
+                self._log.append(Finished(rollout=rollout, position=self._position))
+                self._position += 1
+            await self._log.durable()
+            for member, rollout in good:
+                self._admission.finish(member, rollout)
+                self.accounts.add("finished")
+            self._changed.notify()
+
+    async def watch_players(self) -> None:
+        """Takes nothing; raises what a player raised, which no worker should."""
+        await self._crash
+
+    # Steps of the loops.
+
+    def _may_start(self) -> bool:
+        admission = self._admission
+        return not self._closed and bool(admission.pending) and len(admission.running) < self._config.concurrency
+
+    def _may_admit(self) -> bool:
+        return not self._closed and not self._exhausted and self._admission.room and self._fresh()
+
+    def _admit_next(self) -> None:
+        task = self._source.at(self._cursor)
+        if task is None:
+            self._exhausted = True
+            self._changed.notify()
+            return
+        self._cursor += 1
+        size = self._config.group_size
+        members = [
+            Member(
+                task=task if size == 1 else replace(task, id=f"{task.id}#{index}"),
+                group_id=task.id,
+                index=index,
+                attempt=0,
+                cursor=self._cursor,
+                admitted=self._clock.now(),
+            )
+            for index in range(size)
+        ]
+        for member in members:
+            self._record_admission(member)
+        self._admission.admit(members)
+        self.accounts.add("admitted", size)
+
+    def _record_admission(self, member: Member) -> None:
+        self._log.append(
+            Admitted(
+                task=member.task,
+                cursor=member.cursor,
+                rollout_id=member.rollout_id,
+                group_id=member.group_id,
+                attempt=member.attempt,
+                seed=self._seed_of(member),
+                clock_seconds=member.admitted,
+            )
+        )
+
+    def _seed_of(self, member: Member) -> int:
+        return rollout_seed(self._seed, member.task.id, member.attempt)
+
+    async def _play(self, member: Member) -> None:
+        rollout = await self._worker.run(
+            member.task, group_id=member.group_id, attempt=member.attempt, seed=self._seed_of(member)
+        )
+        rollout = replace(rollout, timings=replace(rollout.timings, admitted=member.admitted))
+        self._ended.put_nowait((member, rollout))
+
+    def _player_done(self, player: asyncio.Task[None]) -> None:
+        if not player.cancelled() and player.exception() is not None and not self._crash.done():
+            self._crash.set_exception(player.exception() or AssertionError())
+
+    def _settle(self, member: Member, rollout: Rollout) -> bool:
+        """Deal with an ending; True if the rollout may be trained on."""
+        self._players.pop(member.key, None)
+        self._begun.pop(member.key, None)
+        if member.key not in self._admission.running:
+            return False  # its group was lost while it ended, and it was counted then
+        failed = rollout.failure is FailureKind.INFRASTRUCTURE
+        self.accounts.attempt(failed=failed)
+        if rollout.trainable:
+            return True
+        if not failed:
+            self.accounts.add("untrainable")
+            self._lose_group(member, "untrainable: no action token")
+            return False
+        self._settle_failure(member, rollout)
+        return False
+
+    def _settle_failure(self, member: Member, rollout: Rollout) -> None:
+        self.accounts.add("infrastructure_failures")
+        retried = self._admission.retry(member)
+        self._log.append(
+            AttemptEnded(
+                rollout_id=member.rollout_id,
+                failure=rollout.failure,
+                failure_text=rollout.failure_text,
+                retried=retried,
+            )
+        )
+        share = self.accounts.failure_share
+        if share > self._config.max_failure_share:
+            raise LoopError(
+                f"{share:.0%} of the last attempts failed by infrastructure (loop.max_failure_share is "
+                f"{self._config.max_failure_share:.0%}). Repair the cause, then `sao resume`. The last one: "
+                f"{rollout.failure_text}"
+            )
+        if retried:
+            self.accounts.add("retried")
+            self._record_admission(self._admission.pending[0])
+        else:
+            self._lose_group(member, "infrastructure failure, no tries left")
+
+    def _lose_group(self, member: Member, reason: str) -> None:
+        """Drop the group of a member that is lost for good."""
+        unfinished, finished = self._admission.lose(member.group_id)
+        self._log.append(Dropped(rollout_id=member.rollout_id, reason=reason))
+        for other in unfinished:
+            if other.key == member.key:
+                continue
+            self._begun.pop(other.key, None)
+            player = self._players.pop(other.key, None)
+            if player is not None:
+                player.cancel()
+            self._drop(other.rollout_id, f"its group lost {member.rollout_id}")
+        for rollout in finished:
+            self._drop(rollout.id, f"its group lost {member.rollout_id}")
+        self._changed.notify()
+
+    def _drop(self, rollout_id: str, reason: str) -> None:
+        self._log.append(Dropped(rollout_id=rollout_id, reason=reason))
+        self.accounts.add("dropped")

@@ -1,0 +1,148 @@
+"""What a run of the loop is given, and what it gives: settings, start, parts, commit and outcome."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from sao.clock import Clock
+from sao.engines.protocol import Engine
+from sao.envs.protocol import TaskSource
+from sao.observe.metrics import Metrics
+from sao.pipeline.admission import Member
+from sao.pipeline.baselines import Baseline
+from sao.rollout.protocol import RolloutWorker
+from sao.store.records import Record
+from sao.training.protocol import Trainer
+from sao.types import Rollout, Snapshot
+
+
+class LoopError(RuntimeError):
+    """The run cannot go on; the message says why and what to do. The run folder can be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How many rollouts, how far ahead, and when to give up."""
+
+    steps: int = 1000
+    """Training steps of the whole run, critic-only steps included."""
+    batch_size: int = 128
+    """Rollouts per step (paper: 128 x 1)."""
+    group_size: int = 1
+    """Rollouts per prompt: 1 for SAO, 8 in the paper's GRPO controls. Must divide batch_size."""
+    concurrency: int = 128
+    """Rollouts running at once."""
+    max_batches_ahead: int = 4
+    """eta: at most (eta + 1) * batch_size rollouts are in the system, and the engine is at most eta versions behind when
+    one is admitted. 0 is synchronous."""
+    over_age: Literal["train", "drop", "wait"] = "train"
+    """What happens to rollouts older than max_age: DIS decides token by token, they are dropped (and counted), or the
+    trainer holds its next update until none is running that would become so."""
+    max_age: int = 16
+    """Actor updates; only for over_age = "drop" and "wait"."""
+    max_retries: int = 3
+    """Further tries after infrastructure failures, per rollout."""
+    max_failure_share: float = 0.5
+    """The run stops when more than this share of the last 100 attempts (at least 20) failed by infrastructure."""
+    batch_timeout_s: float = 1800.0
+    """Longest wait for a batch, in seconds of real time."""
+    trainer_timeout_s: float = 7200.0
+    """Longest half of a step, in seconds of real time."""
+    engine_timeout_s: float = 300.0
+    """Longest wait for the engine to load weights or answer, in seconds of real time."""
+    checkpoint_every: int = 50
+    """Steps between commits; the last step always commits."""
+    supervise_every_s: float = 5.0
+    """Seconds between looks at the engine's health, in real time."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "group_size", "concurrency", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_batches_ahead < 0 or self.max_retries < 0 or self.max_age < 0:
+            raise ValueError("loop.max_batches_ahead, loop.max_retries and loop.max_age must not be negative")
+        if self.batch_size % self.group_size:
+            raise ValueError(
+                f"loop.batch_size {self.batch_size} is not a multiple of loop.group_size {self.group_size}; "
+                f"admission could never fill a batch with whole groups. Try batch_size = "
+                f"{max(1, self.batch_size // self.group_size) * self.group_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: fresh, or after the commit it resumes from."""
+
+    step: int = 0
+    """Steps done."""
+    version: int = 0
+    """Version of the trainer's weights."""
+    edges: tuple[tuple[int, int | None], ...] = ((0, None),)
+    """Published versions with their parents, oldest first."""
+    cursor: int = 0
+    """Tasks taken from the source."""
+    position: int = 0
+    """Rollouts that ever finished in the run folder."""
+    pending: tuple[Member, ...] = ()
+    """Interrupted rollouts, to be played again."""
+    finished: tuple[Rollout, ...] = ()
+    """Finished and not consumed, in completion order."""
+    consumed: tuple[str, ...] = ()
+    baseline: dict[str, object] = field(default_factory=dict)
+    accounts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What a checkpoint's manifest says besides the trainer's files."""
+
+    step: int
+    version: int
+    consumed: tuple[str, ...]
+    baseline: dict[str, object]
+    accounts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    version: int
+    reason: Literal["steps done", "source exhausted", "stopped"]
+    partial_batch: int = 0
+    """Rollouts of the last batch if it was not full."""
+
+
+class Log(Protocol):
+    """What the loop needs of the durable log."""
+
+    def append(self, record: Record) -> object:
+        """Queue a record; order is kept. Raises when an earlier write failed."""
+        ...
+
+    async def durable(self) -> None:
+        """Return once everything appended so far is on disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop drives. Each knows nothing of the loop."""
+
+    clock: Clock
+    source: TaskSource
+    worker: RolloutWorker
+    engine: Engine
+    trainer: Trainer
+    baseline: Baseline
+    log: Log
+    commit: Callable[[Commit], Awaitable[None]]
+    """Save the trainer and rename the checkpoint into place."""
+    evaluate: Callable[[Snapshot, int], Awaitable[Metrics]] | None
+    """Evaluate pinned weights after a step; None: no evaluation during training."""
+    evaluate_every: int
+    emit: Callable[[int, int, str, Metrics], None]
+    """Write one row: step, version, stage, metrics."""
+    prune: Callable[[set[int]], None]
+    """Delete snapshots except these versions."""

@@ -1,0 +1,263 @@
+"""Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a configuration."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Small models load in milliseconds and snapshots are written at every step: their bars would drown the run's output.
+transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which causal language model to train: an existing one (`path`), or a small one built with random weights."""
+
+    path: str = ""
+    """Folder or hub name of a `transformers` model; empty builds one from the fields below."""
+    gguf_file: str = ""
+    """Name of a GGUF file inside `path`; its weights are dequantised. Needs the extra `gguf`."""
+    architecture: Literal["qwen3", "qwen3_moe"] = "qwen3"
+    """Family of a built model: dense, or mixture of experts (the paper's)."""
+    vocab_size: int = 0
+    """Tokens of a built model; 0 takes the tokenizer's."""
+    hidden_size: int = 64
+    """Width of a built model."""
+    num_layers: int = 2
+    """Decoder layers of a built model."""
+    num_heads: int = 4
+    """Query heads of a built model."""
+    num_kv_heads: int = 2
+    """Key and value heads of a built model; divides num_heads."""
+    head_dim: int = 32
+    """Width of a head of a built model; even, because rotary embeddings rotate pairs."""
+    intermediate_size: int = 128
+    """Width of the MLP, or of each expert, of a built model."""
+    num_experts: int = 8
+    """Experts per layer of a built mixture of experts."""
+    experts_per_token: int = 2
+    """Experts that a token is routed to."""
+    max_positions: int = 2048
+    """Longest sequence of a built model, in tokens."""
+    tie_embeddings: bool = True
+    """Whether a built model's head is its embedding: for small vocabularies this learns faster."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights. float32 makes engine and trainer agree to 1e-4; bfloat16 halves memory."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention of `transformers`; sdpa is exact on packed sequences and fast on a CPU."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "num_experts",
+            "experts_per_token",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.vocab_size < 0:
+            raise ValueError(f"model.vocab_size is {self.vocab_size}; use 0 to take the tokenizer's")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim is {self.head_dim}; rotary embeddings need an even number")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"model.experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        if self.gguf_file and not self.path:
+            raise ValueError(f"model.gguf_file is {self.gguf_file!r} but model.path is empty; name the file's folder")
+
+
+def load_causal_lm(config: ModelConfig, *, seed: int, tokenizer_size: int = 0) -> PreTrainedModel:
+    """The model in eval mode (no dropout, ever): read from `config.path`, or built with weights drawn from `seed`.
+
+    `tokenizer_size` is the vocabulary of a built model whose configuration leaves it 0. Raises ValueError naming the
+    folder or file for a checkpoint that is missing, corrupt or incomplete, and for a head that rescales its logits.
+    """
+    dtype = DTYPES[config.dtype]
+    if config.path and config.gguf_file:
+        model = _load_gguf(config, dtype)
+    elif config.path:
+        model = load_folder(config.path, dtype=dtype, attention=config.attention)
+    else:
+        model = _build(config, dtype, seed, config.vocab_size or tokenizer_size)
+    _check_head(model)
+    return model
+
+
+def load_folder(path: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> PreTrainedModel:
+    """A causal model from a folder or hub name, in eval mode; `dtype` None keeps the checkpoint's.
+
+    Raises ValueError naming the file that is missing or corrupt, or the weights that the checkpoint lacks.
+    """
+    _check_files(Path(path))
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=dtype if dtype is not None else "auto",
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
+    incomplete = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if incomplete:
+        # transformers would go on with random weights.
+        raise ValueError(f"checkpoint {str(path)!r} lacks or misshapes {len(incomplete)} weights: {incomplete[:5]}")
+    return model.eval()
+
+
+def load_tokenizer(path: str | Path, *, gguf_file: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, hub name or GGUF file. Raises ValueError if it is missing or has no chat template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), **({"gguf_file": gguf_file} if gguf_file else {}))
+    except Exception as error:  # the loaders raise whatever their parsers do
+        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: {error}") from error
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {str(path)!r} has no chat template; use an instruction-tuned model's tokenizer, or put a"
+            " chat_template into its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def save_model(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write config and safetensors in the standard form, which any `transformers` program can read."""
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(str(folder))
+
+
+def read_weights(folder: str | Path, like: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The folder's weights under the names that `like` has in memory, in its dtype; a tied head is left out.
+
+    Raises ValueError naming the file or weights if the folder does not hold a model of this shape.
+    """
+    folder = Path(folder)
+    _check_files(folder)
+    wanted = dict(named_weights(like))
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found.update({name: tensors.get_tensor(name) for name in tensors.keys() if name in wanted})  # noqa: SIM118
+    if found.keys() != wanted.keys():
+        # Mixtures of experts are saved per expert and held fused: only transformers knows the conversion.
+        found = dict(named_weights(load_folder(folder, dtype=next(like.parameters()).dtype)))
+    bad = [name for name, weight in wanted.items() if name not in found or found[name].shape != weight.shape]
+    if bad:
+        raise ValueError(f"checkpoint {str(folder)!r} is of another shape than the model: {bad[:5]}")
+    return {name: found[name].to(weight.dtype) for name, weight in wanted.items()}
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and data of every parameter, and of every buffer that is saved; tied ones once."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.data
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer
+
+
+def _build(config: ModelConfig, dtype: torch.dtype, seed: int, vocab_size: int) -> PreTrainedModel:
+    if vocab_size < 1:
+        raise ValueError("model.vocab_size is 0 and there is no tokenizer to take it from; set one of the two")
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attn_implementation": config.attention,
+    }
+    hub_config: PreTrainedConfig
+    if config.architecture == "qwen3_moe":
+        hub_config = Qwen3MoeConfig(
+            moe_intermediate_size=config.intermediate_size,
+            num_experts=config.num_experts,
+            num_experts_per_tok=config.experts_per_token,
+            **shape,
+        )
+    else:
+        hub_config = Qwen3Config(**shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(hub_config, dtype=dtype, attn_implementation=config.attention).eval()
+
+
+def _load_gguf(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Dequantised, and rebuilt without the mark "quantised", which would forbid training and saving."""
+    file = Path(config.path) / config.gguf_file
+    if not file.is_file():
+        raise ValueError(f"there is no GGUF file {str(file)!r}; model.path must be its folder, model.gguf_file its name")
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    options = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
+    try:
+        packed = AutoModelForCausalLM.from_pretrained(config.path, gguf_file=config.gguf_file, dtype=dtype, **options)
+    except ImportError as error:
+        raise ValueError(f"reading {str(file)!r} needs the extra `gguf`: pip install 'sao[gguf]' ({error})") from error
+    except Exception as error:  # the parser raises whatever a broken file makes it raise
+        raise ValueError(f"cannot read the GGUF file {str(file)!r}: {error}") from error
+    fields = packed.config.to_dict()
+    fields.pop("quantization_config", None)
+    hub_config = type(packed.config).from_dict(fields)
+    model = AutoModelForCausalLM.from_config(hub_config, dtype=dtype, attn_implementation=config.attention)
+    model.load_state_dict(packed.state_dict())
+    return model.eval()
+
+
+def _check_files(folder: Path) -> None:
+    """Name the broken file, which transformers' own errors do not. A hub name is not looked into."""
+    if not folder.is_dir():
+        if folder.is_absolute() or str(folder).startswith("."):
+            raise ValueError(f"there is no model folder {str(folder)!r}")
+        return
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {str(folder)!r} has no config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model folder {str(folder)!r} has no .safetensors file")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"weight file {str(file)!r} is corrupt: {error}") from error
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Log-probs are computed from hidden state and head alone, so nothing may come after the head."""
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        expected = model(input_ids=tokens, use_cache=False).logits
+        plain = model.get_output_embeddings()(hidden)
+    if not torch.allclose(plain, expected.to(plain.dtype), rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} rescales or caps its logits after the head, which chunked log-probs do not know;"
+            " use a model of the Qwen3, Qwen3Moe or Llama family"
+        )
+

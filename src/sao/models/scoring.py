@@ -1,0 +1,88 @@
+"""Log-probabilities of given tokens under a causal model, without ever holding the logits of a long sequence.
+
+Legend: T tokens of a packed micro-batch, N scored tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+
+def hidden_states(backbone: nn.Module, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Last hidden states (1, T, H) of sequences packed into one row (1, T); position ids restart at each sequence.
+
+    Without a cache `transformers` sees the restarts and keeps sequences apart; with one they would leak silently.
+    """
+    if token_ids.ndim != 2 or token_ids.shape[0] != 1 or token_ids.shape != position_ids.shape:
+        raise ValueError(
+            f"token ids {tuple(token_ids.shape)} and position ids {tuple(position_ids.shape)} must both be (1, T)"
+        )
+    return backbone(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+
+
+def action_logprobs(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    predictor_index: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy, in nats, fp32.
+
+    token_ids, position_ids: (1, T), packed. predictor_index: (N,) place in 0..T-1 of the token before each target.
+    target_ids: (N,). Returns logprobs (N,) and entropy (N,), the latter zeros and without a gradient unless
+    `with_entropy`. The head is applied to `chunk_tokens` targets at a time, and again in the backward pass.
+    """
+    if predictor_index.ndim != 1 or predictor_index.shape != target_ids.shape:
+        raise ValueError(
+            f"predictor index {tuple(predictor_index.shape)} and targets {tuple(target_ids.shape)} must both be (N,)"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    hidden = hidden_states(model.base_model, token_ids, position_ids)[0].index_select(0, predictor_index)
+    head = model.get_output_embeddings()
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    for start in range(0, len(target_ids), chunk_tokens):
+        part = (hidden[start : start + chunk_tokens], target_ids[start : start + chunk_tokens])
+        if torch.is_grad_enabled():
+            scored = checkpoint(_score, head, *part, temperature, with_entropy, use_reentrant=False)
+        else:
+            scored = _score(head, *part, temperature, with_entropy)
+        logprobs.append(scored[0])
+        entropies.append(scored[1])
+    if not logprobs:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return empty, empty.clone()
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def sequence_logprobs(model: PreTrainedModel, token_ids: Sequence[int], *, chunk_tokens: int = 1024) -> Tensor:
+    """Log-prob (T-1,) of each token of one sequence after the first, given those before it; fp32, no gradient."""
+    tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
+    places = torch.arange(tokens.shape[1], device=model.device)
+    with torch.no_grad():
+        return action_logprobs(
+            model, tokens, places[None], places[:-1], tokens[0, 1:], chunk_tokens=chunk_tokens, with_entropy=False
+        )[0]
+
+
+def _score(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if not with_entropy:
+        chosen = logits.gather(1, targets[:, None])[:, 0]
+        return chosen - logits.logsumexp(1), logits.new_zeros(len(targets))
+    logprobs = torch.log_softmax(logits, dim=1)
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy

@@ -1,0 +1,94 @@
+"""Counts of what became of rollouts, and the metrics of a batch."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from sao.observe.metrics import Metric, last
+from sao.store.versions import VersionTree
+from sao.types import FloatArray, Rollout
+
+
+class Accounts:
+    """Every rollout ends in exactly one column; counts are part of the checkpoint."""
+
+    NAMES = (
+        "admitted",
+        "finished",
+        "trained",
+        "dropped",
+        "infrastructure_failures",
+        "retried",
+        "untrainable",
+        "skipped_steps",
+    )
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self._counts = Counter({name: counts.get(name, 0) for name in self.NAMES})
+        self._failed: deque[bool] = deque(maxlen=100)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count; `name` is one of NAMES."""
+        assert name in self.NAMES, name
+        self._counts[name] += number
+
+    def attempt(self, *, failed: bool) -> None:
+        """Note how an attempt ended, for the failure share."""
+        self._failed.append(failed)
+
+    @property
+    def failure_share(self) -> float:
+        """Infrastructure failures among the last 100 attempts; 0 before there are 20."""
+        return sum(self._failed) / len(self._failed) if len(self._failed) >= 20 else 0.0
+
+    def counts(self) -> dict[str, int]:
+        """For the checkpoint and the metrics."""
+        return dict(self._counts)
+
+    def metrics(self) -> dict[str, Metric]:
+        """All counts as loop/ metrics."""
+        return {f"loop/{name}": last(count) for name, count in self._counts.items()}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Means over the rollouts of a batch."""
+    if not rollouts:
+        return {}
+
+    def average(values: Sequence[float]) -> Metric:
+        return last(sum(values) / len(values))
+
+    return {
+        "rollout/reward": average([rollout.reward for rollout in rollouts]),
+        "rollout/action_tokens": average([rollout.num_action_tokens for rollout in rollouts]),
+        "rollout/tokens": average([rollout.num_tokens for rollout in rollouts]),
+        "rollout/turns": average([rollout.num_turns for rollout in rollouts]),
+        "rollout/truncated_share": average([float(rollout.stop_reason.truncated) for rollout in rollouts]),
+        "rollout/seconds": average([rollout.timings.finished - rollout.timings.started for rollout in rollouts]),
+        "rollout/tool_seconds": average([rollout.timings.tools for rollout in rollouts]),
+    }
+
+
+def token_ages(rollouts: Sequence[Rollout], tree: VersionTree, current: int) -> FloatArray:
+    """Age of every action token (N,) of the rollouts when `current` computes the loss."""
+    versions = [
+        sequence.policy_versions[sequence.action_mask] for rollout in rollouts for sequence in rollout.sequences
+    ]
+    unique, inverse = np.unique(np.concatenate(versions), return_inverse=True)
+    return np.array([tree.distance(int(version), current) for version in unique], dtype=np.float32)[inverse]
+
+
+def age_metrics(rollouts: Sequence[Rollout], tree: VersionTree, current: int) -> dict[str, Metric]:
+    """Ages over action tokens, in actor updates; `queue` is the age of each rollout's last token."""
+    ages = token_ages(rollouts, tree, current)
+    if not len(ages):
+        return {}
+    newest = [token_ages([rollout], tree, current).min() for rollout in rollouts]
+    return {
+        "age/mean": last(float(ages.mean())),
+        "age/p50": last(float(np.quantile(ages, 0.5))),
+        "age/p90": last(float(np.quantile(ages, 0.9))),
+        "age/max": last(float(ages.max())),
+        "age/queue": last(float(np.mean(newest))),
+    }

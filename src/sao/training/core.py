@@ -1,0 +1,399 @@
+"""One training step, synchronous, in the order of the method.
+
+    begin          values = critic(batch)             before any update of this step
+                   targets(values, rewards)           fixed from here on
+    actor_update   one optimiser step                 the new policy can leave now
+    critic_update  K optimiser steps                  on the same targets
+    report         metrics, and what was computed for every token
+
+Each optimiser step is over the whole batch: micro-batches share one denominator, so that their losses and gradients
+add up to the batch's for every packing. Actor and critic are separate networks without dropout, so swapping the two
+updates changes no bit.
+
+B rows, T tokens of a row, N scored tokens of a micro-batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, ratio_quantiles
+from sao.algorithm.losses import trajectory_mean_denominator
+from sao.algorithm.sao import AlgorithmConfig, Targets, targets
+from sao.observe.metrics import Metric, last, total
+from sao.pipeline.packing import MicroBatch, Rows, pack, rows
+from sao.training.critic import Critic, Freeze
+from sao.training.optimiser import Optimiser, UpdateOutcome, learning_rate
+from sao.training.passes import (
+    ActorPass,
+    actor_pass,
+    checkpoint_activations,
+    critic_pass,
+    score_values,
+    to_tensor,
+)
+from sao.training.protocol import StepReport, TrainedTokens, TrainerError
+from sao.training.value_pretraining import Progress, ValuePretrainingConfig, pretrain_values
+from sao.types import Batch, Rollout
+
+MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How the actor and the critic are updated."""
+
+    actor_lr: float = 1e-6
+    """Learning rate of the actor (paper section 4.1). Small models from scratch need 1e-4 and more."""
+    critic_lr: float = 5e-6
+    """Learning rate of the critic (paper section 4.1)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments. The paper does not give them; these are usual for language models."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only. The paper does not give it."""
+    actor_grad_clip: float = 1.0
+    """Largest norm of the actor's gradient."""
+    critic_grad_clip: float = 10.0
+    """Largest norm of the critic's gradient. Its own: the actor's 1.0 is known to starve a critic."""
+    critic_updates: int = 2
+    """Critic updates per step, K of the paper (section 3.3)."""
+    actor_warmup_steps: int = 0
+    """Steps over which the actor's rate rises to actor_lr, counted after the critic-only steps."""
+    critic_warmup_steps: int = 10
+    """Steps over which the critic's rate rises to critic_lr: one reading of the paper's 10-step warm-up."""
+    critic_only_steps: int = 0
+    """First steps in which the critic alone is updated: the other reading of the paper's warm-up."""
+    freeze: Freeze = "attention"
+    """What of the critic does not train: its attention modules (paper section 3.3), or none."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one forward pass. Bounds memory; changes no result but for rounding."""
+    logprob_chunk_tokens: int = 1024
+    """Action tokens whose logits exist at once. Bounds memory; changes no result but for rounding."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
+    max_skipped_in_a_row: int = 3
+    """Steps in a row with a gradient that is not finite after which the run stops."""
+    keep_snapshots: int = 4
+    """Published snapshot folders that are kept; engines read the newest, evaluation perhaps one before it."""
+    threads: int = 1
+    """Threads of torch in the trainer's process. A fixed number keeps results the same from run to run."""
+    step_timeout_s: float = 3600.0
+    """Longest wait for one half of a step, a checkpoint or value pretraining, when the trainer is its own process."""
+
+    def __post_init__(self) -> None:
+        positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"
+        positive += " logprob_chunk_tokens max_skipped_in_a_row keep_snapshots threads step_timeout_s"
+        not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps"
+        for name in (positive + " " + not_negative).split():
+            number = getattr(self, name)
+            if not math.isfinite(number) or number < 0 or (number == 0 and name in positive.split()):
+                least = "above 0" if name in positive.split() else "0 or more"
+                raise ValueError(f"trainer.{name} is {number}; it must be a finite number, {least}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"trainer.betas is {self.betas}; both must be in [0, 1)")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Step:
+    """What one step works on; tensors (B, T) on the actor's device."""
+
+    batch: Batch
+    arrays: Rows
+    action_mask: Tensor
+    rollout_logprobs: Tensor
+    value_mask: Tensor
+    """Tokens at which the critic is trained."""
+    values: Tensor
+    goals: Targets
+    actor_packs: list[MicroBatch]
+    critic_packs: list[MicroBatch]
+    actor_logprobs: Tensor
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """How far the trainer has come. Part of the checkpoint."""
+
+    steps: int = 0
+    """Steps that were finished."""
+    actor_updates: int = 0
+    """Updates that changed the actor."""
+    critic_updates: int = 0
+    """Updates that changed the critic."""
+    actor_skipped: list[int] = field(default_factory=list)
+    """Latest steps in a row without an actor update, for a gradient that was not finite."""
+    critic_skipped: list[int] = field(default_factory=list)
+    """The same of the critic."""
+
+
+class TrainerCore:
+    """Actor, critic, their optimisers and counters."""
+
+    def __init__(
+        self,
+        *,
+        actor: PreTrainedModel,
+        critic: Critic | None,
+        config: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        value_pretraining: ValuePretrainingConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`critic` is None exactly if the algorithm's advantages are given by a critic-free baseline."""
+        if (critic is None) != (algorithm.advantage == "given"):
+            raise ValueError(
+                f"advantage {algorithm.advantage!r} {'needs a' if critic is None else 'takes no'} critic; "
+                "build one unless advantages are 'given'"
+            )
+        self.actor, self.critic, self.config, self.algorithm = actor.eval(), critic, config, algorithm
+        self.value_pretraining, self.seed = value_pretraining or ValuePretrainingConfig(), seed
+        self.counters = Counters()
+        actor.requires_grad_(True)
+        if config.activation_checkpointing:
+            checkpoint_activations(actor)
+            if critic is not None:
+                checkpoint_activations(critic.backbone)
+        self.actor_optimiser = self._optimiser(actor, config.actor_grad_clip)
+        self.critic_optimiser: Optimiser | None = None
+        if critic is not None:
+            critic.set_freeze(config.freeze)
+            self.critic_optimiser = self._optimiser(critic, config.critic_grad_clip)
+        self._step: _Step | None = None
+
+    def _optimiser(self, module: nn.Module, grad_clip: float) -> Optimiser:
+        return Optimiser(
+            module.named_parameters(),
+            betas=self.config.betas,
+            weight_decay=self.config.weight_decay,
+            grad_clip=grad_clip,
+        )
+
+    def begin(self, batch: Batch) -> None:
+        """Compute values and fix the targets. Raises ValueError for a batch that cannot be trained on."""
+        arrays = rows(batch.rollouts)
+        for rollout in batch.rollouts:
+            if not rollout.trainable:
+                raise ValueError(f"rollout {rollout.id} cannot be trained on: {rollout.failure} failure, or no action")
+        device, budget = self.actor.device, self.config.micro_batch_tokens
+        inclusive = self.algorithm.advantage == "observation_inclusive"
+        packs = pack(arrays.sequences, budget, places=arrays.places)
+        critic_packs = packs
+        if inclusive:
+            critic_packs = pack(arrays.sequences, budget, places=arrays.places, score_observations=True)
+        action_mask = to_tensor(arrays.action_mask, device)
+        values, bootstrap = self._values(arrays, critic_packs)
+        goals = targets(
+            rewards=to_tensor(arrays.rewards, device),
+            values=values,
+            action_mask=action_mask,
+            turns=to_tensor(arrays.turns, device),
+            num_action_tokens=to_tensor(arrays.num_action_tokens, device),
+            bootstrap=bootstrap,
+            given=self._given(batch, arrays),
+            config=self.algorithm,
+        )
+        self._step = _Step(
+            batch=batch,
+            arrays=arrays,
+            action_mask=action_mask,
+            rollout_logprobs=to_tensor(arrays.rollout_logprobs, device),
+            value_mask=goals.value_mask & to_tensor(arrays.predicted, device),
+            values=values,
+            goals=goals,
+            actor_packs=packs,
+            critic_packs=critic_packs,
+            actor_logprobs=torch.zeros_like(values),
+        )
+
+    def actor_update(self) -> Literal["", "critic_only", "not_finite"]:
+        """Update the actor once; says why not, where it was not. Raises TrainerError after too many bad gradients."""
+        step = self._begun()
+        turn = self.counters.steps - self.config.critic_only_steps
+        rate = learning_rate(self.config.actor_lr, max(turn, 0), warmup_steps=self.config.actor_warmup_steps)
+        denominator = self._actor_denominator(step)
+        done = self._actor_pass(step, denominator, train=turn >= 0)
+        step.actor_logprobs = done.logprobs
+        self._actor_metrics(step, done.loss, done.diagnostics)
+        if turn < 0:
+            return "critic_only"
+        outcome = self.actor_optimiser.step(rate)
+        self.counters.actor_updates += outcome.applied
+        step.metrics |= {
+            "actor/grad_norm": last(outcome.grad_norm),
+            "actor/lr": last(rate),
+            "actor/skipped": total(not outcome.applied),
+            "actor/updates": last(self.counters.actor_updates),
+        }
+        self._count_skips("actor", self.counters.actor_skipped, step.batch.step, skipped=not outcome.applied)
+        return "" if outcome.applied else "not_finite"
+
+    def critic_update(self) -> None:
+        """Update the critic K times on the step's targets; nothing without a critic. Raises as `actor_update`."""
+        step = self._begun()
+        if self.critic is None or self.critic_optimiser is None:
+            return
+        rate = learning_rate(self.config.critic_lr, self.counters.steps, warmup_steps=self.config.critic_warmup_steps)
+        losses: list[float] = []
+        outcomes: list[UpdateOutcome] = []
+        for _ in range(self.config.critic_updates):
+            losses.append(self._critic_pass(step))
+            outcomes.append(self.critic_optimiser.step(rate))
+        applied = sum(outcome.applied for outcome in outcomes)
+        self.counters.critic_updates += applied
+        step.metrics |= {
+            "critic/loss": last(losses[0]),
+            "critic/loss_after": last(losses[-1]),
+            "critic/grad_norm": last(sum(outcome.grad_norm for outcome in outcomes) / len(outcomes)),
+            "critic/lr": last(rate),
+            "critic/skipped": total(len(outcomes) - applied),
+            **self._critic_metrics(step),
+        }
+        skipped = applied < len(outcomes)
+        self._count_skips("critic", self.counters.critic_skipped, step.batch.step, skipped=skipped)
+
+    def report(self) -> StepReport:
+        """End the step: its metrics and its numbers per token."""
+        step = self._begun()
+        self._step = None
+        self.counters.steps += 1
+        mask = step.action_mask
+        pieces = [
+            step.arrays.split(torch.where(mask, array.float(), 0.0).cpu().numpy())
+            for array in (step.actor_logprobs, step.values, step.goals.advantages, step.goals.returns)
+        ]
+        tokens = tuple(
+            tuple(
+                TrainedTokens(actor_logprobs=logprobs, values=values, advantages=advantages, returns=returns)
+                for logprobs, values, advantages, returns in zip(*rollout, strict=True)
+            )
+            for rollout in zip(*pieces, strict=True)
+        )
+        return StepReport(step=step.batch.step, metrics=step.metrics, tokens=tokens)
+
+    def fit_values(self, rollouts: Sequence[Rollout], progress: Progress | None = None) -> dict[str, Metric]:
+        """Pre-train the critic on logged rollouts; nothing without a critic."""
+        if self.critic is None:
+            return {}
+        assert self.critic_optimiser is not None
+        settings, method = self.value_pretraining, self.algorithm
+        metrics = pretrain_values(
+            self.critic, rollouts, config=settings, algorithm=method, seed=self.seed, progress=progress
+        )
+        self.critic_optimiser.refresh()
+        return metrics
+
+    def _begun(self) -> _Step:
+        assert self._step is not None, "begin() comes first"
+        return self._step
+
+    def _values(self, arrays: Rows, packs: list[MicroBatch]) -> tuple[Tensor, Tensor | None]:
+        """Values (B, T), and (B,) beyond the end of rows that a limit cut, where the algorithm asks for them."""
+        shape, device = arrays.token_ids.shape, self.actor.device
+        if self.critic is None:
+            return torch.zeros(shape, device=device), None
+        values, beyond = score_values(self.critic, packs, shape=shape, num_sequences=len(arrays.sequences))
+        if self.algorithm.advantage == "observation_inclusive":
+            # Nothing precedes a sequence's first token. Where the sequence is continued, the next value stands in.
+            inner = arrays.places[[len(sequence.token_ids) > 1 for sequence in arrays.sequences]]
+            values[inner[:, 0], inner[:, 1]] = values[inner[:, 0], inner[:, 1] + 1]
+        if not self.algorithm.bootstrap_truncated:
+            return values, None
+        bootstrap = torch.zeros(shape[0], device=device)
+        for row, value in zip(arrays.places[:, 0].tolist(), beyond, strict=True):
+            bootstrap[row] = value  # A row's sequences stand in order, so its last one's stays.
+        return values, torch.where(to_tensor(arrays.truncated, device), bootstrap, 0.0)
+
+    def _given(self, batch: Batch, arrays: Rows) -> Tensor | None:
+        if self.algorithm.advantage != "given":
+            return None
+        if batch.advantages is None or len(batch.advantages) != len(batch.rollouts):
+            count = None if batch.advantages is None else len(batch.advantages)
+            raise ValueError(f"the baseline gave {count} advantages for {len(batch.rollouts)} rollouts")
+        per_rollout = torch.tensor(batch.advantages, dtype=torch.float32, device=self.actor.device)
+        return per_rollout[to_tensor(arrays.rollout_of_row, self.actor.device)]
+
+    def _actor_denominator(self, step: _Step) -> float | Tensor:
+        """What the actor's loss is divided by: a number, or (B, T)."""
+        match self.algorithm.denominator:
+            case "action_tokens":
+                return float(step.action_mask.sum())
+            case "trajectory_mean":
+                num_tokens = to_tensor(step.arrays.num_action_tokens, self.actor.device)
+                per_row = trajectory_mean_denominator(num_tokens, num_trajectories=len(step.batch.rollouts))
+                return per_row.expand(step.action_mask.shape)
+            case "kept_tokens":
+                found = self._actor_pass(step, 1.0, train=False).diagnostics
+                return max(found.tokens - found.masked_low - found.masked_high, 1.0)
+
+    def _actor_pass(self, step: _Step, denominator: float | Tensor, *, train: bool) -> ActorPass:
+        return actor_pass(
+            self.actor,
+            step.actor_packs,
+            rollout_logprobs=step.rollout_logprobs,
+            advantages=step.goals.advantages,
+            denominator=denominator,
+            algorithm=self.algorithm,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            train=train,
+        )
+
+    def _critic_pass(self, step: _Step) -> float:
+        assert self.critic is not None
+        return critic_pass(
+            self.critic,
+            step.critic_packs,
+            returns=step.goals.returns,
+            value_mask=step.value_mask,
+            initial_values=step.values,
+            denominator=float(step.value_mask.sum()),
+            algorithm=self.algorithm,
+        )
+
+    def _actor_metrics(self, step: _Step, loss: float, diagnostics: PolicyDiagnostics) -> None:
+        quantiles = ratio_quantiles(step.actor_logprobs, step.rollout_logprobs, step.action_mask, (0.01, 0.5, 0.99))
+        found = {
+            "loss": loss,
+            "advantage_mean": step.goals.advantage_mean,
+            "advantage_std": step.goals.advantage_std,
+            "whitened": float(step.goals.whitened),
+            **diagnostics.summary(),
+            **dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True)),
+        }
+        step.metrics |= {f"actor/{name}": last(value) for name, value in found.items()}
+
+    def _critic_metrics(self, step: _Step) -> dict[str, Metric]:
+        assert self.critic is not None
+        found = explained_variance(step.values, step.goals.returns, step.action_mask)
+        return {
+            "critic/explained_variance": last(math.nan if found is None else found),
+            "critic/value_mean": last(float(step.values[step.action_mask].mean())),
+            "critic/return_mean": last(float(step.goals.returns[step.action_mask].mean())),
+            "critic/frozen_share": last(self.critic.frozen_share),
+            "critic/parameters": last(self.critic.num_parameters),
+            "memory/critic_mb": last(self._critic_bytes() / MEGABYTE),
+        }
+
+    def _critic_bytes(self) -> int:
+        """Weights, gradients and optimiser state of the critic."""
+        assert self.critic is not None
+        assert self.critic_optimiser is not None
+        weights = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in self.critic.parameters())
+        return weights + sum(t.numel() * t.element_size() for t in self.critic_optimiser.state().values())
+
+    def _count_skips(self, network: str, in_a_row: list[int], step: int, *, skipped: bool) -> None:
+        if not skipped:
+            in_a_row.clear()
+            return
+        in_a_row.append(step)
+        if len(in_a_row) >= self.config.max_skipped_in_a_row:
+            raise TrainerError(
+                f"the {network}'s gradient was not finite in steps {', '.join(map(str, in_a_row))}, so those updates "
+                f"were skipped; trainer.max_skipped_in_a_row is {self.config.max_skipped_in_a_row}. "
+                "Lower the learning rate, and go on from a checkpoint before these steps"
+            )

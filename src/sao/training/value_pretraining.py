@@ -1,0 +1,211 @@
+"""Pre-train the critic before RL, on Monte-Carlo returns of logged rollouts."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sao.algorithm.diagnostics import explained_variance
+from sao.algorithm.sao import AlgorithmConfig, targets
+from sao.observe.metrics import Metric, last
+from sao.pipeline.packing import MicroBatch, pack, rows
+from sao.training.critic import Critic, Freeze
+from sao.training.optimiser import Decay, Optimiser, learning_rate
+from sao.training.passes import critic_pass, score_values, to_tensor
+from sao.types import Rollout
+
+Progress = Callable[[int, int, dict[str, Metric]], None]
+"""Called with updates done, updates in all, and the metrics of the latest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValuePretrainingConfig:
+    """How the critic is pre-trained. The paper does it before RL but does not give its scale."""
+
+    epochs: int = 2
+    """Passes over the training share of the rollouts; `steps` overrides it where it is not 0."""
+    steps: int = 0
+    """Updates in all; 0 takes the number from `epochs`."""
+    batch_size: int = 32
+    """Rollouts per update."""
+    lr: float = 5e-6
+    """Peak learning rate; the critic's of the paper. Small models from scratch need 1e-3."""
+    warmup_steps: int = 10
+    """Updates over which the rate rises."""
+    decay: Decay = "linear"
+    """How the rate falls to 0 after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments; as in the trainer."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    grad_clip: float = 10.0
+    """Largest norm of the gradient; as the critic's in the trainer."""
+    freeze: Freeze = "attention"
+    """What does not train here: the attention modules as in RL, or none. Its own switch: a frozen attention cannot look
+    at a mark in the text that the policy ignores."""
+    held_out_share: float = 0.1
+    """Share of the prompts whose rollouts are kept for the explained variance that is reported."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one forward pass."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "lr", "grad_clip", "micro_batch_tokens"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"value_pretraining.{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"value_pretraining.{name} is {getattr(self, name)}; it must be 0 or more")
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"value_pretraining.held_out_share is {self.held_out_share}; it must be in [0, 1)")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Part:
+    """Some rollouts as arrays, with their Monte-Carlo returns; tensors (B, T)."""
+
+    packs: list[MicroBatch]
+    num_sequences: int
+    returns: Tensor
+    value_mask: Tensor
+
+
+def pretrain_values(
+    critic: Critic,
+    rollouts: Sequence[Rollout],
+    *,
+    config: ValuePretrainingConfig,
+    algorithm: AlgorithmConfig,
+    seed: int,
+    progress: Progress | None = None,
+) -> dict[str, Metric]:
+    """Fit the critic's values to returns with lambda 1 and no bootstrap, whatever the algorithm's own lambda.
+
+    Untrainable rollouts are left out. Prompts are split, not rollouts, so that no held-out prompt was trained on. The
+    critic's own freezing is as before afterwards. Raises ValueError if no rollout is left to train on.
+    """
+    usable = [rollout for rollout in rollouts if rollout.trainable]
+    train, held_out = split_by_prompt(usable, share=config.held_out_share, seed=seed)
+    if not train:
+        raise ValueError(
+            f"value pretraining has nothing to train on: of {len(rollouts)} rollouts {len(usable)} can be trained on, "
+            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower held_out_share"
+        )
+    monte_carlo = replace(algorithm, lambda_critic=1.0, bootstrap_truncated=False, value_clip=None)
+    per_epoch = math.ceil(len(train) / config.batch_size)
+    num_steps = config.steps or config.epochs * per_epoch
+    frozen_before = critic.freeze
+    critic.set_freeze(config.freeze)
+    try:
+        optimiser = Optimiser(
+            critic.named_parameters(),
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            grad_clip=config.grad_clip,
+        )
+        metrics: dict[str, Metric] = {}
+        for step, chosen in zip(range(num_steps), _batches(train, config.batch_size, seed), strict=False):
+            rate = learning_rate(
+                config.lr, step, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=num_steps
+            )
+            metrics = _update(critic, optimiser, _part(critic, chosen, config, monte_carlo), monte_carlo, rate)
+            if progress is not None:
+                progress(step + 1, num_steps, metrics)
+        return metrics | _measure(critic, train, held_out, config, monte_carlo)
+    finally:
+        critic.set_freeze(frozen_before)
+
+
+def split_by_prompt(rollouts: Sequence[Rollout], *, share: float, seed: int) -> tuple[list[Rollout], list[Rollout]]:
+    """Training and held-out rollouts; `share` of the prompts, rounded, is held out, at least one if `share` > 0."""
+    prompts = sorted(
+        {rollout.prompt_id for rollout in rollouts},
+        key=lambda prompt: hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest(),
+    )
+    count = min(max(round(share * len(prompts)), 1 if share > 0 else 0), max(len(prompts) - 1, 0))
+    held_out = set(prompts[:count])
+    return (
+        [rollout for rollout in rollouts if rollout.prompt_id not in held_out],
+        [rollout for rollout in rollouts if rollout.prompt_id in held_out],
+    )
+
+
+def _batches(rollouts: Sequence[Rollout], size: int, seed: int) -> Iterator[list[Rollout]]:
+    """Endless batches, each epoch in an order of its own; the last batch of an epoch may be short."""
+    epoch = 0
+    while True:
+        order = np.random.default_rng((seed, epoch)).permutation(len(rollouts))
+        for start in range(0, len(order), size):
+            yield [rollouts[index] for index in order[start : start + size]]
+        epoch += 1
+
+
+def _part(
+    critic: Critic, rollouts: Sequence[Rollout], config: ValuePretrainingConfig, algorithm: AlgorithmConfig
+) -> _Part:
+    arrays = rows(rollouts)
+    device = critic.head.weight.device
+    action_mask = to_tensor(arrays.action_mask, device)
+    goals = targets(
+        rewards=to_tensor(arrays.rewards, device),
+        values=torch.zeros(action_mask.shape, device=device),
+        action_mask=action_mask,
+        turns=to_tensor(arrays.turns, device),
+        num_action_tokens=to_tensor(arrays.num_action_tokens, device),
+        config=algorithm,
+    )
+    packs = pack(
+        arrays.sequences,
+        config.micro_batch_tokens,
+        places=arrays.places,
+        score_observations=algorithm.train_observation_values,
+    )
+    return _Part(
+        packs=packs,
+        num_sequences=len(arrays.sequences),
+        returns=goals.returns,
+        value_mask=goals.value_mask & to_tensor(arrays.predicted, device),
+    )
+
+
+def _update(
+    critic: Critic, optimiser: Optimiser, part: _Part, algorithm: AlgorithmConfig, rate: float
+) -> dict[str, Metric]:
+    loss = critic_pass(
+        critic,
+        part.packs,
+        returns=part.returns,
+        value_mask=part.value_mask,
+        initial_values=torch.zeros_like(part.returns),
+        denominator=float(part.value_mask.sum()),
+        algorithm=algorithm,
+    )
+    outcome = optimiser.step(rate)
+    return {
+        "value_pretraining/loss": last(loss),
+        "value_pretraining/lr": last(rate),
+        "value_pretraining/grad_norm": last(outcome.grad_norm),
+    }
+
+
+def _measure(
+    critic: Critic,
+    train: Sequence[Rollout],
+    held_out: Sequence[Rollout],
+    config: ValuePretrainingConfig,
+    algorithm: AlgorithmConfig,
+) -> dict[str, Metric]:
+    """Explained variance on both parts; NaN where it is undefined."""
+    found: dict[str, Metric] = {"value_pretraining/rollouts": last(len(train) + len(held_out))}
+    for name, rollouts in (("explained_variance", train), ("explained_variance_held_out", held_out)):
+        score = None
+        if rollouts:
+            part = _part(critic, rollouts, config, algorithm)
+            height, width = part.returns.shape
+            values, _ = score_values(critic, part.packs, shape=(height, width), num_sequences=part.num_sequences)
+            score = explained_variance(values, part.returns, part.value_mask)
+        found[f"value_pretraining/{name}"] = last(math.nan if score is None else score)
+    return found

@@ -1,0 +1,104 @@
+"""Snapshot folders: the actor's weights as published, each proved by a checksum and by a short probe.
+
+A folder is written under a temporary name and then renamed, so that a reader sees a whole one or none.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sao.models.load import read_weights, save_model
+from sao.models.scoring import sequence_logprobs
+from sao.types import Snapshot
+
+PROBE_TOKENS = 32
+"""Length of the probe; short, since every engine scores it at every update."""
+
+_FOLDER_NAME = re.compile(r"v(\d{8})")
+
+
+def file_checksum(path: Path) -> str:
+    """CRC32C of a file, as `crc32c:` and eight hexadecimal digits. Raises ValueError if it cannot be read."""
+    checksum = google_crc32c.Checksum()
+    try:
+        with path.open("rb") as file:
+            for block in iter(lambda: file.read(1 << 22), b""):
+                checksum.update(block)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}); the folder is not whole") from error
+    return f"crc32c:{int.from_bytes(checksum.digest(), 'big'):08x}"
+
+
+def folder_checksum(folder: Path) -> str:
+    """Checksum of all weight files of a folder: the file's own where there is one, else of the names and checksums."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors file; the folder is not whole, or is no model folder")
+    if len(files) == 1:
+        return file_checksum(files[0])
+    listing = "".join(f"{file.name} {file_checksum(file)}\n" for file in files)
+    return f"crc32c:{google_crc32c.value(listing.encode()):08x}"
+
+
+def probe_tokens(vocab_size: int, *, length: int = PROBE_TOKENS) -> tuple[int, ...]:
+    """A fixed sequence that depends on the size of the vocabulary alone."""
+    return tuple(np.random.default_rng(vocab_size).integers(0, vocab_size, length).tolist())
+
+
+def read_snapshot(snapshot: Snapshot, like: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a snapshot, by the names and in the dtype of `like`.
+
+    Raises ValueError naming the folder or file that is missing, half written or corrupt.
+    """
+    folder = Path(snapshot.location)
+    found = folder_checksum(folder)
+    if found != snapshot.checksum:
+        raise ValueError(
+            f"the weights of version {snapshot.version} in {folder} have checksum {found}, not {snapshot.checksum}: "
+            "they were damaged or replaced after they were published; publish the version again"
+        )
+    return read_weights(folder, like)
+
+
+class SnapshotStore:
+    """Writes snapshots below one folder and keeps the newest few."""
+
+    def __init__(self, folder: str | Path, *, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"{keep} snapshots are to be kept; engines need at least the newest, so keep 1 or more")
+        self._folder = Path(folder)
+        self._keep = keep
+
+    def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
+        """Write the actor's weights as `version`, with the probe's log-probs under them, and let older ones go."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target, partial = self._folder / f"v{version:08d}", self._folder / f"v{version:08d}.partial"
+        for leftover in self._folder.glob("*.partial"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
+        save_model(actor, partial)
+        probe = probe_tokens(actor.config.get_text_config().vocab_size)
+        logprobs = sequence_logprobs(actor, probe)
+        checksum = folder_checksum(partial)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+        self._remove_old()
+        return Snapshot(
+            version=version,
+            parent=parent,
+            location=str(target),
+            checksum=checksum,
+            probe_token_ids=probe,
+            probe_logprobs=tuple(logprobs.float().tolist()),
+        )
+
+    def _remove_old(self) -> None:
+        whole = sorted(f for f in self._folder.iterdir() if f.is_dir() and _FOLDER_NAME.fullmatch(f.name))
+        for folder in whole[: -self._keep]:
+            shutil.rmtree(folder)

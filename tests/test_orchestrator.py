@@ -207,9 +207,7 @@ def test_no_mixture_of_failures_groups_and_ends_hangs_the_loop(
         max_age=3,
         max_retries=retries,
     )
-    setting = run_virtual(
-        asyncio.wait_for(run_loop(config, size=size, fail=fail, empty=empty, load_seconds=load), 1e6)
-    )
+    setting = run_virtual(asyncio.wait_for(run_loop(config, size=size, fail=fail, empty=empty, load_seconds=load), 1e6))
     outcome = setting.outcome
     assert outcome is not None
     assert outcome.reason == ("steps done" if outcome.steps == config.steps else "source exhausted")

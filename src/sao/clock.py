@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import itertools
 import selectors
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from contextvars import Context
 from typing import Any, Protocol, TypeVar
@@ -101,7 +101,7 @@ class VirtualClock:
 
 
 @asynccontextmanager
-async def limit(seconds: float | None, waiting_for: str) -> AsyncIterator[None]:
+async def limit(seconds: float | None, waiting_for: str) -> AsyncGenerator[None]:
     """Bound a wait; raises WaitTimeoutError naming what was waited for. None means no limit (virtual time)."""
     try:
         async with asyncio.timeout(seconds):

@@ -1,8 +1,8 @@
 """One configuration: TOML, composed of what each part declares beside itself. Unknown keys are errors.
 
-    resolve(path, overrides) -> RunConfig          read, override, check
-    to_toml(config) -> str                         every value, as saved with a run
-    describe() -> lines                            every key with its default and meaning
+resolve(path, overrides) -> RunConfig          read, override, check
+to_toml(config) -> str                         every value, as saved with a run
+describe() -> lines                            every key with its default and meaning
 """
 
 import ast
@@ -12,7 +12,6 @@ import inspect
 import json
 import textwrap
 import tomllib
-
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.engines.local import EngineConfig, EngineCost
-from sao.envs.chain import ChainConfig
 from sao.envs.demonstrations import NoiseConfig
-from sao.envs.grader import GraderConfig
-from sao.envs.math_python import MathPythonConfig
-from sao.envs.sandbox import SandboxConfig
-from sao.envs.toy import GuessConfig
+from sao.envs.select import EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
@@ -42,58 +37,6 @@ from sao.training.value_pretraining import ValuePretrainingConfig
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message names the key, the value and what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksConfig:
-    """Where tasks come from."""
-
-    source: Literal["chain", "guess", "gsm8k", "imo_answerbench", "file"] = "chain"
-    """chain and guess are generated without end; gsm8k and imo_answerbench are read from a folder; file is JSONL."""
-    path: str = ""
-    """Folder of gsm8k or imo_answerbench, or the JSONL file."""
-    split: Literal["auto", "train", "sft", "evaluation"] = "auto"
-    """Part of the source; auto takes what the use needs: train for training, evaluation (held out) for evaluation."""
-    limit: int = 0
-    """Number of tasks to use; 0 for all (or endless)."""
-    cycle: bool = True
-    """Whether a finite source starts again, shuffled anew. False ends the run with what is left as its last batch."""
-    chain: ChainConfig = field(default_factory=ChainConfig)
-    """For source = "chain"."""
-    guess: GuessConfig = field(default_factory=GuessConfig)
-    """For source = "guess"."""
-
-    def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise ValueError(f"tasks.limit is {self.limit}; use 0 for all")
-        if self.source in ("file", "gsm8k", "imo_answerbench") and not self.path:
-            raise ValueError(f'tasks.source = "{self.source}" needs tasks.path')
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    """What the policy acts in."""
-
-    name: Literal["math_python", "guess"] = "math_python"
-    """math_python: mathematics with a Python tool. guess: the toy of the documentation."""
-    tool: Literal["restricted", "sandbox", "unprotected"] = "restricted"
-    """restricted: arithmetic and assignments, no process. sandbox: real Python under bubblewrap. unprotected: real Python
-    with nothing around it; refused unless `allow_unprotected`."""
-    allow_unprotected: bool = False
-    """The explicit switch for running model-written Python with the rights of this user."""
-    math_python: MathPythonConfig = field(default_factory=MathPythonConfig)
-    """For name = "math_python"."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """For tool = "sandbox" and "unprotected"."""
-    grader: GraderConfig = field(default_factory=GraderConfig)
-    """How answers are judged."""
-
-    def __post_init__(self) -> None:
-        if self.tool == "unprotected" and not self.allow_unprotected:
-            raise ValueError(
-                'environment.tool = "unprotected" runs model-written Python with your rights; use "sandbox", or set '
-                "environment.allow_unprotected = true if this machine may be lost"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +98,7 @@ class RunConfig:
     seed: int = 0
     """Keys all randomness of the run, together with ids."""
     clock: Literal["real", "virtual"] = "real"
-    """real: engine and trainer in processes of their own. virtual: everything inline and deterministic, at stated costs."""
+    """real: engine and trainer in processes of their own. virtual: all inline and deterministic, at stated costs."""
     worker_processes: int = 1
     """Processes that render, tokenise and step environments in real time; 0 plays episodes on the loop itself."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
@@ -170,6 +113,8 @@ class RunConfig:
     """The policy's network, and the critic's backbone."""
     sft: tuple[SftStageConfig, ...] = ()
     """Stages of supervised fine-tuning before RL; none skips it."""
+    sft_threads: int = 2
+    """Torch threads of fine-tuning, which runs before anything else needs a core."""
     value_pretraining: ValueStageConfig | None = None
     """Value pretraining before RL; none skips it."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -200,8 +145,8 @@ class RunConfig:
             raise ValueError(f"worker_processes is {self.worker_processes}; use 0 to play episodes on the loop itself")
         if (self.algorithm.advantage == "given") == (self.baseline.kind == "critic"):
             raise ValueError(
-                f'algorithm.advantage = "{self.algorithm.advantage}" and baseline.kind = "{self.baseline.kind}" do not go '
-                'together: a critic-free baseline needs algorithm.advantage = "given", and "given" needs a baseline'
+                f'algorithm.advantage = "{self.algorithm.advantage}" and baseline.kind = "{self.baseline.kind}" do not '
+                'go together: a critic-free baseline needs algorithm.advantage = "given", and "given" needs a baseline'
             )
         grouped = self.baseline.kind in ("group_normalised", "group_mean", "leave_one_out")
         if grouped and self.loop.group_size < 2:
@@ -368,7 +313,11 @@ def field_docstrings(declared: type) -> dict[str, str]:
     meanings = {entry.name: "" for entry in dataclasses.fields(declared)}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = following.value.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else ""
+            text = (
+                following.value.value
+                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                else ""
+            )
             if isinstance(text, str):
                 meanings[statement.target.id] = " ".join(text.split())
     return meanings

@@ -53,10 +53,10 @@ class Intake:
         self._restore(start)
 
     def _restore(self, start: Start) -> None:
-        for rollout in self._admission.restore(start.pending, start.finished):
-            self._drop(rollout.id, "its group is incomplete after resume")
-        for member in self._admission.pending:
+        for member in start.pending:
             self._record_admission(member)
+        for rollout_id in self._admission.restore(start.pending, start.finished):
+            self._drop(rollout_id, "its group is incomplete after resume")
 
     # What the training side asks.
 

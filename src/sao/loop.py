@@ -79,6 +79,8 @@ class Start:
     """Version of the trainer's weights."""
     edges: tuple[tuple[int, int | None], ...] = ((0, None),)
     """Published versions with their parents, oldest first."""
+    highest: int = 0
+    """Highest version number ever used in the run folder; none is used twice."""
     cursor: int = 0
     """Tasks taken from the source."""
     position: int = 0

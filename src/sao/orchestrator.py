@@ -19,8 +19,9 @@ Only train is finite; its end, or a failure that cannot be repaired, unwinds the
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from sao.clock import Signal, WaitTimeoutError, limit
 from sao.intake import Intake
@@ -43,6 +44,7 @@ class Orchestrator:
         self._tree = VersionTree()
         for version, parent in start.edges:
             self._tree.add(version, parent)
+        self._highest = max(start.highest, self._tree.highest)
         self._step, self._version, self._engine_version = start.step, start.version, -1
         self._newest: Snapshot | None = None
         self._consumed = list(start.consumed)
@@ -158,7 +160,7 @@ class Orchestrator:
         trainer, started, parent = self._parts.trainer, self._clock.now(), self._version
         metrics = [rollout_metrics(batch.rollouts), age_metrics(batch.rollouts, self._tree, parent)]
         async with self._limit(self._config.trainer_timeout_s, f"the actor update of step {batch.step}"):
-            update = await trainer.update_actor(batch, version=self._tree.highest + 1, parent=parent)
+            update = await trainer.update_actor(batch, version=self._highest + 1, parent=parent)
         if update.snapshot is not None:
             await self._publish(update.snapshot)
         elif update.skipped == "not_finite":
@@ -201,6 +203,7 @@ class Orchestrator:
     async def _publish(self, snapshot: Snapshot) -> None:
         """Make a version known; durable before any engine loads it."""
         self._tree.add(snapshot.version, snapshot.parent)
+        self._highest = max(self._highest, snapshot.version)
         self._parts.log.append(Published(snapshot=snapshot))
         await self._parts.log.durable()
         self._version, self._newest = snapshot.version, snapshot
@@ -267,7 +270,7 @@ class Orchestrator:
             await self._parts.commit(commit)
 
     @asynccontextmanager
-    async def _limit(self, seconds: float, waiting_for: str) -> AsyncIterator[None]:
+    async def _limit(self, seconds: float, waiting_for: str) -> AsyncGenerator[None]:
         """Bound a wait in real time; the error says where everything stands."""
         try:
             async with limit(None if self._clock.virtual else seconds, waiting_for):
@@ -293,7 +296,7 @@ def _trained(batch: Batch, report: StepReport, *, version: int, parent: int) -> 
     return Trained(step=batch.step, version=version, parent=parent, rollout_ids=ids, tokens=tokens)
 
 
-async def _first_failure_or(goal: "asyncio.Future[object]", loops: list[asyncio.Task[None]]) -> None:
+async def _first_failure_or(goal: "asyncio.Future[Any]", loops: list[asyncio.Task[None]]) -> None:
     """Wait for the goal; a loop that ends first has failed, and its error is raised."""
     await asyncio.wait({goal, *loops}, return_when=asyncio.FIRST_COMPLETED)
     for loop in loops:

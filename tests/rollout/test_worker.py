@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from rollout_fakes import PlayedEngine, PlayedEnvironment, byte_renderer, byte_tokenizer, chunk, task, tool
 
@@ -79,6 +81,46 @@ def test_arrays_worked_by_hand() -> None:
     assert {call[2].stop_token_ids for call in engine.calls} == {RENDERER.stop_token_ids}
     assert engine.closed == [engine.calls[0][3]]
     assert engine.cancelled == []
+
+
+IDS = st.lists(st.integers(0, 261), min_size=1, max_size=5)
+TURN = st.tuples(
+    st.lists(IDS, min_size=1, max_size=3), st.booleans(), st.text("12ab <|>", max_size=6), st.floats(-2, 2)
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(turns=st.lists(TURN, min_size=1, max_size=5))
+def test_what_was_sampled_is_what_is_recorded_and_shown_again(
+    turns: list[tuple[list[list[int]], bool, str, float]],
+) -> None:
+    """Bug: an action's ids change on their way into the record or into the next context (any ids, any chunking)."""
+    actions: list[list[TokenChunk]] = []
+    version = 0
+    for parts, stopped, _, _ in turns:
+        ends = [GenerationStop.STOP_TOKEN if stopped else CUT]
+        parts = [*parts[:-1], [*parts[-1], END]] if stopped else parts
+        stops = [*[None] * (len(parts) - 1), *ends]
+        action = []
+        for ids, end in zip(parts, stops, strict=True):
+            action.append(chunk(ids, version=version, stop=end, logprob=-1.0 - version))
+            version += 1
+        actions.append(action)
+    steps = [tool(text, reward=reward) for _, _, text, reward in turns]
+    environment = PlayedEnvironment(steps)
+    rollout, engine = play(actions, environment, max_turns=len(turns), cut_turn="step")
+    (sequence,) = rollout.sequences
+    expected = [(token, part.version) for action in actions for part in action for token in part.token_ids]
+    mask = sequence.action_mask
+    assert list(zip(sequence.token_ids[mask], sequence.policy_versions[mask], strict=True)) == expected
+    assert np.array_equal(sequence.rollout_logprobs[mask], -1.0 - sequence.policy_versions[mask])
+    everything = sequence.token_ids.tolist()
+    for context, action in zip((call[0] for call in engine.calls), actions, strict=True):
+        sampled = [token for part in action for token in part.token_ids]
+        assert everything[: len(context) + len(sampled)] == [*context, *sampled]
+    assert rollout.reward == pytest.approx(sum(reward for *_, reward in turns), abs=1e-5)
+    last_of_turn = np.flatnonzero(mask & ~np.append(mask[1:], False))
+    assert np.allclose(sequence.rewards[last_of_turn], [reward for *_, reward in turns])
 
 
 def test_the_turn_limit_is_the_policys() -> None:
@@ -273,8 +315,8 @@ def test_a_real_game_is_the_same_every_time() -> None:
 def test_sampling_that_is_not_neutral_is_refused_for_training() -> None:
     """Bug: log-probs of a sharpened distribution are taken for the policy's, and the ratio means nothing."""
     clock = VirtualClock()
-    for settings in ({"temperature": 0.7}, {"top_p": 0.9}):
-        config = RolloutConfig(**settings)
+    for sharpened in ({"temperature": 0.7}, {"top_p": 0.9}):
+        config = RolloutConfig(**sharpened)
         with pytest.raises(ValueError, match="set both to 1 for training"):
             LocalWorker(lambda: PlayedEnvironment([]), PlayedEngine(clock, []), RENDERER, clock, config)
         LocalWorker(

@@ -202,12 +202,15 @@ def test_a_file_system_without_space_is_named(tmp_path: Path) -> None:
     try:
         writer = RolloutLogWriter(folder)
         receipts = []
-        with pytest.raises(LogWriteError, match="No space left on device"):
+
+        def fill() -> None:
             for number in range(1000):
-                receipts.append(
-                    writer.append(Finished(rollout=make_rollout(str(number), lengths=(300,)), position=number))
-                )
+                rollout = make_rollout(str(number), lengths=(300,))
+                receipts.append(writer.append(Finished(rollout=rollout, position=number)))
                 receipts[-1].wait(timeout_s=20)
+
+        with pytest.raises(LogWriteError, match="No space left on device"):
+            fill()
         assert len(list(read(folder))) == len(receipts) - 1 > 3
         with pytest.raises(LogWriteError):
             asyncio.run(writer.durable())

@@ -81,6 +81,7 @@ class RowCache(Cache):
         heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.columns = columns
+        self._device = model.device
         # Zeros, not garbage: a masked NaN would still poison the weighted sum. The last column takes padding.
         self.store = torch.zeros(
             (config.num_hidden_layers, 2, rows, columns + 1, heads, width), dtype=model.dtype, device=model.device
@@ -97,8 +98,8 @@ class RowCache(Cache):
         """
         index = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         columns = positions.clamp(max=self.columns)
-        self._places = (index[:, None] * (self.columns + 1) + columns).flatten().to(self.store.device)
-        self._rows = rows if isinstance(rows, slice) else rows.to(self.store.device)
+        self._places = (index[:, None] * (self.columns + 1) + columns).flatten().to(self._device)
+        self._rows = rows if isinstance(rows, slice) else rows.to(self._device)
         self._longest = longest
 
     def update(

@@ -81,6 +81,7 @@ class Decoder:
     ) -> None:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
+        self._device, self._dtype = model.device, model.dtype
         self.version = version
         self.max_context = max_context
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -207,7 +208,7 @@ class Decoder:
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probs (T-1,) of tokens after the first, by the same cached path that sampling uses."""
-        tokens = torch.tensor([token_ids], device=self.model.device)
+        tokens = torch.tensor([token_ids], device=self._device)
         positions = torch.arange(len(token_ids))[None]
         hidden = self._forward(tokens, positions, slice(self._probe_row, self._probe_row + 1), len(token_ids))
         logprobs = torch.log_softmax(self._head(hidden[0, :-1]).float(), dim=1)
@@ -216,9 +217,9 @@ class Decoder:
     def _forward(self, tokens: Tensor, positions: Tensor, rows: slice | Tensor, longest: int) -> Tensor:
         """Hidden states (n, q, H) of tokens (n, q) at positions (n, q), each seeing its row up to itself."""
         self._cache.place(rows, positions, longest)
-        positions = positions.clamp(max=self.max_context - 1).to(self.model.device)
+        positions = positions.clamp(max=self.max_context - 1).to(self._device)
         hidden = self._columns[:longest] > positions[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.model.device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         mask.masked_fill_(hidden, -torch.inf)
         arguments = {self._cache_argument: self._cache}
         return self._backbone(
@@ -238,7 +239,7 @@ class Decoder:
             positions[line, :size] = np.arange(fill.start, fill.end)
         longest = max(fill.end for fill in group)
         where = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.from_numpy(rows)
-        self._forward(torch.from_numpy(tokens).to(self.model.device), torch.from_numpy(positions), where, longest)
+        self._forward(torch.from_numpy(tokens).to(self._device), torch.from_numpy(positions), where, longest)
         for fill in group:
             numbers = self._numbers[fill.seat.row]
             numbers[CACHED] = fill.end
@@ -251,7 +252,7 @@ class Decoder:
         numbers = self._numbers[:count]
         lines = np.arange(count)
         lengths = numbers[:, LENGTH].copy()
-        tokens = torch.from_numpy(self._tokens[lines, lengths - 1][:, None]).to(self.model.device)
+        tokens = torch.from_numpy(self._tokens[lines, lengths - 1][:, None]).to(self._device)
         positions = torch.from_numpy((lengths - 1)[:, None])
         hidden = self._forward(tokens, positions, slice(0, count), int(lengths.max()))
         uniforms = keyed_uniforms(numbers[:, SEED].copy(), lengths + numbers[:, OFFSET])

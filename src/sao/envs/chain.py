@@ -2,8 +2,8 @@
 
 A chain of two steps, in both forms, and the calls that solve it:
 
-    a = 7 ; b = a + 3 ; c = b * 2 ; c ?
-    ann has 7 . bob has 3 more than ann . cid has 2 times bob . cid ?
+    b = 7 + 3 ; c = b * 2 ; c ?
+    bob has 7 plus 3 . cid has bob times 2 . cid ?
     <python> b = 7 + 3 </python>    <python> c = b * 2 </python>    <answer> 20 </answer>
 
 Names are drawn at random and mark the steps; lengths are heavy-tailed. Task i of a stream is a pure function of
@@ -23,6 +23,7 @@ Stream = Literal["train", "sft", "evaluation"]
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _PEOPLE = "ann bob cid dan eva fay gus hal ida jim kim leo mia ned ola pam ray sue tom uma val wes yan zoe"
 PEOPLE = tuple(_PEOPLE.split(" "))
+_SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 _SHARES: dict[str, tuple[float, float]] = {"evaluation": (0.0, 0.1), "sft": (0.1, 0.5), "train": (0.5, 1.0)}
 """Which part of all chains, by hash, belongs to which stream."""
 
@@ -47,10 +48,10 @@ class ChainConfig:
     """Chance that a tool call fails for no fault of the policy and must be repeated."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_steps <= self.max_steps <= len(PEOPLE) - 1:
+        if not 1 <= self.min_steps <= self.max_steps <= len(PEOPLE):
             raise ValueError(
                 f"min_steps is {self.min_steps} and max_steps {self.max_steps}; need 1 <= min_steps <= max_steps <= "
-                f"{len(PEOPLE) - 1}, since every step has a name of its own"
+                f"{len(PEOPLE)}, since every step has a name of its own"
             )
         if not 2 <= self.max_operand <= self.max_value:
             raise ValueError(
@@ -76,7 +77,7 @@ class Chain:
     operators: tuple[str, ...]
     operands: tuple[int, ...]
     names: tuple[str, ...]
-    """One per value, the start's first."""
+    """One per step."""
 
     @property
     def steps(self) -> int:
@@ -92,26 +93,24 @@ class Chain:
         return tuple(values)
 
     def code(self, step: int) -> str:
-        """The statement that computes value `step` (1, 2, ...); the first one takes the start as a number."""
-        left = str(self.start) if step == 1 else self.names[step - 1]
-        return f"{self.names[step]} = {left} {self.operators[step - 1]} {self.operands[step - 1]}"
+        """The statement that computes value `step` (1, 2, ...)."""
+        return f"{self.names[step - 1]} = {self._left(step)} {self.operators[step - 1]} {self.operands[step - 1]}"
 
     def as_symbols(self) -> str:
         """The question in symbols."""
-        clauses = [f"{self.names[0]} = {self.start}"]
-        for step in range(1, self.steps + 1):
-            clauses.append(
-                f"{self.names[step]} = {self.names[step - 1]} {self.operators[step - 1]} {self.operands[step - 1]}"
-            )
+        clauses = [self.code(step) for step in range(1, self.steps + 1)]
         return " ; ".join([*clauses, f"{self.names[-1]} ?"])
 
     def as_words(self) -> str:
         """The question as a word problem."""
-        clauses = [f"{self.names[0]} has {self.start}"]
+        clauses: list[str] = []
         for step in range(1, self.steps + 1):
-            relation = {"+": "more than", "-": "less than", "*": "times"}[self.operators[step - 1]]
-            clauses.append(f"{self.names[step]} has {self.operands[step - 1]} {relation} {self.names[step - 1]}")
+            spoken = _SPOKEN[self.operators[step - 1]]
+            clauses.append(f"{self.names[step - 1]} has {self._left(step)} {spoken} {self.operands[step - 1]}")
         return " . ".join([*clauses, f"{self.names[-1]} ?"])
+
+    def _left(self, step: int) -> str:
+        return str(self.start) if step == 1 else self.names[step - 2]
 
 
 class ChainTasks:
@@ -158,7 +157,7 @@ class ChainTasks:
 
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]
-        chosen = tuple(names[i] for i in random.permutation(len(names))[: steps + 1])
+        chosen = tuple(names[i] for i in random.permutation(len(names))[:steps])
         for _ in range(10_000):
             chain = _random_chain(random, steps, chosen, self._config)
             text = f"{chain.start} {' '.join(chain.operators)} {chain.operands}"
@@ -189,7 +188,7 @@ def chain_of(task: Task) -> Chain:
 
 def chain_words() -> tuple[str, ...]:
     """Every word of the questions and of the calls that solve them, digits left out."""
-    return (*LETTERS, *PEOPLE, *["=", "+", "-", "*", ";", ".", "?", "has", "more", "less", "than", "times"])
+    return (*LETTERS, *PEOPLE, *_SPOKEN, *_SPOKEN.values(), "=", ";", ".", "?", "has")
 
 
 def _random_chain(random: np.random.Generator, steps: int, names: tuple[str, ...], config: ChainConfig) -> Chain:

@@ -11,13 +11,11 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +83,7 @@ class _Agent:
         self.control = control
         self.errors = errors
         self.stream = control.makefile("rb")
-        self.end = weakref.finalize(self, _end, process, control)
+        self.end = weakref.finalize(self, _end, process, control, (self.stream, control, errors))
 
     def ask(self, header: Mapping[str, Any], payload: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """One request and its reply. Raises OSError, EOFError or ValueError when the agent is gone or silent."""
@@ -99,7 +97,9 @@ class _Agent:
         return receive_frame(self.stream, 1 << 30)
 
     def complaint(self) -> str:
-        """Last line of what it wrote to standard error."""
+        """Last line of what it wrote to standard error before it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.process.poll()}"
@@ -166,9 +166,13 @@ class Sandbox:
             return Execution(exit_code=-9, output=text, timed_out=True, lost=True)
         except (OSError, EOFError, ValueError):
             self.stop()
-            return Execution(exit_code=-9, output="[the code ended its sandbox; variables and files are lost]", lost=True)
+            return Execution(
+                exit_code=-9, output="[the code ended its sandbox; variables and files are lost]", lost=True
+            )
         if "error" in reply:
             return Execution(exit_code=-9, output=f"[{reply['error']}]")
+        if reply.pop("finished", False):
+            self.stop()
         return Execution(**{name: value for name, value in reply.items() if name != "size"})
 
     def _ask(self, header: dict[str, Any], payload: bytes) -> bytes:
@@ -258,8 +262,9 @@ def _spawn(line: list[str], **options: Any) -> subprocess.Popen[bytes]:
     with _spawner_lock:
         if _spawner is None:
             _spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
-        future = _spawner.submit(subprocess.Popen, line, start_new_session=True, **options)
-    return future.result()
+        future: Future[Any] = _spawner.submit(subprocess.Popen, line, start_new_session=True, **options)
+    process: subprocess.Popen[bytes] = future.result()
+    return process
 
 
 def _launch_isolated(config: SandboxConfig) -> _Agent:
@@ -330,7 +335,7 @@ def _launch(
     environment: dict[str, str],
 ) -> _Agent:
     ours, theirs = socket.socketpair()
-    errors = tempfile.TemporaryFile()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the agent)
     with theirs:
         arguments = [json.dumps({**limits, "control": theirs.fileno()})]
         process = _spawn(
@@ -341,9 +346,10 @@ def _launch(
     try:
         agent.hear(config.start_timeout_s)
     except (OSError, EOFError, ValueError) as error:
-        waited = isinstance(error, TimeoutError)
+        reason = (
+            f"not ready after {config.start_timeout_s:g} s" if isinstance(error, TimeoutError) else agent.complaint()
+        )
         agent.end()
-        reason = f"not ready after {config.start_timeout_s:g} s" if waited else agent.complaint()
         raise WorldError(name + reason) from error
     return agent
 
@@ -376,12 +382,11 @@ def _counts_processes(uid: int | None) -> bool:
     return uid is not None or release >= (5, 14)
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], control: socket.socket, open_files: tuple[Any, ...]) -> None:
     with contextlib.suppress(OSError):
-        control.shutdown(socket.SHUT_RDWR)
-    control.close()
-    deadline = time.monotonic() + 5.0
-    with contextlib.suppress(OSError):
-        process.kill()
+        control.shutdown(socket.SHUT_RDWR)  # wakes a call that waits in another thread
+    process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(deadline - time.monotonic(), 0.1))
+        process.wait(5.0)
+    for file in open_files:
+        file.close()

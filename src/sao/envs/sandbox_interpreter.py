@@ -21,7 +21,8 @@ class Console(io.TextIOWrapper):
     """Standard output and error of the interpreter: what fits the limit leaves at once, the rest is buffered."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(open(1, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", newline="\n")
+        binary = io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
+        super().__init__(binary, encoding="utf-8", errors="backslashreplace", newline="\n")
         self.unbuffered = limit
 
     def write(self, text: str, /) -> int:
@@ -60,22 +61,27 @@ class Interpreter:
             self.link.send(number + b"\n" + status)
 
     def _run(self, number: int, code: str) -> bytes:
+        _reap_children()
+        self._connect()
+        sys.stdout = sys.stderr = console = Console(self.limit)
+        status, report = b"ok", ""
+        try:
+            self._execute(code, f"<call {number}>")
+        except BaseException as error:
+            status = b"memory" if isinstance(error, MemoryError) else b"raised"
+            report = _explain(error, f"<call {number}>")
+        self._connect()  # the code may have closed what it prints to
+        with contextlib.suppress(ValueError):
+            console.flush()
+        sys.stdout = sys.stderr = None
+        rest = memoryview(report.encode(errors="backslashreplace"))
+        while rest:
+            rest = rest[os.write(1, rest) :]
+        return status
+
+    def _connect(self) -> None:
         os.dup2(self.console_fd, 1)
         os.dup2(self.console_fd, 2)
-        sys.stdout = sys.stderr = console = Console(self.limit)
-        status = b"raised"
-        try:
-            try:
-                self._execute(code, f"<call {number}>")
-                status = b"ok"
-            except BaseException as error:
-                status = b"memory" if isinstance(error, MemoryError) else status
-                self._explain(error, f"<call {number}>", console)
-            console.flush()
-        except BaseException:  # out of memory again while reporting, or the code closed the console
-            with contextlib.suppress(BaseException):
-                console.detach()
-        return status
 
     def _execute(self, code: str, name: str) -> None:
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
@@ -88,12 +94,23 @@ class Interpreter:
                 print(repr(value))
                 self.module.__dict__["_"] = value
 
-    def _explain(self, error: BaseException, name: str, console: Console) -> None:
+
+def _explain(error: BaseException, name: str) -> str:
+    """The traceback from the frame of the code on."""
+    try:
         if isinstance(error, MemoryError):
             error.__traceback__ = None  # its frames hold what filled the memory
-            console.write("MemoryError: the code needed more memory than its limit\n")
-            return
+            return "MemoryError: the code needed more memory than its limit\n"
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != name:
             trace = trace.tb_next
-        console.write("".join(traceback.format_exception(type(error), error, trace)))
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except BaseException as second:  # an exception whose text cannot be made, or no memory for it
+        return f"{type(error).__name__}, whose text raised {type(second).__name__}\n"
+
+
+def _reap_children() -> None:
+    """What an earlier call left behind was ended; unless waited for it counts as a process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,4 +1,4 @@
-"""What a process of a sandbox does to itself before it runs anything: limits, user, privileges.
+"""What confines a sandbox from within: limits and privileges of each process, and limits of all together.
 
 Standard library only: it runs where nothing else is visible.
 """
@@ -8,9 +8,12 @@ import ctypes
 import os
 import resource
 import signal
+import time
 from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+INODES = 20_000
+"""Files in one of the sandbox's file systems: a tmpfs of limited size does not limit empty files."""
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 
 
 def set_limit(which: int, value: int) -> None:
@@ -35,15 +38,59 @@ def confine(limits: dict[str, Any]) -> None:
         os.setresgid(limits["uid"], limits["uid"], limits["uid"])
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
     _prctl(_PR_SET_DUMPABLE, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user cleared it
+    if limits["isolated"]:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user cleared it
+    else:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def become_ordinary() -> None:
-    """Undo in a child what protects the agent: let it be traced by itself, and be the first to go without memory."""
+    """Undo in a child what protects the agent from being read by its own user."""
     _prctl(_PR_SET_DUMPABLE, 1)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")
+
+
+def passed_limit(limits: dict[str, Any]) -> str | None:
+    """Which limit all processes of the sandbox together have passed: those of single ones do not add up to it."""
+    pages = count = 0
+    for pid in _processes():
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as statm:
+            fields = statm.read().split()
+            pages += int(fields[1]) - int(fields[2])
+            count += 1
+    if pages * resource.getpagesize() > limits["memory_bytes"]:
+        return "memory_total"
+    if count > limits["processes"] + 1:
+        return "processes"
+    for folder in (limits["directory"], "/dev/shm"):
+        usage = os.statvfs(folder)
+        if usage.f_files - usage.f_ffree > INODES:
+            return "files"
+    return None
+
+
+def end_strays(spared: int) -> bool:
+    """End what code left running beside `spared`, lest it print into a later call; False if it multiplies faster."""
+    for _ in range(20):
+        strays = [pid for pid in _processes() if pid != spared and not _is_zombie(pid)]
+        if not strays:
+            return True
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return False
+
+
+def end_descendants() -> None:
+    """End all descendants without a process name space to do it: orphans become children of this subreaper."""
+    own = os.getpid()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            with open(f"/proc/{own}/task/{own}/children") as children:
+                for pid in children.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def move_up(descriptor: int) -> int:
@@ -51,3 +98,15 @@ def move_up(descriptor: int) -> int:
     moved = os.dup2(descriptor, 200 + descriptor, inheritable=False)
     os.close(descriptor)
     return moved
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as status:
+            return status.read().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return True

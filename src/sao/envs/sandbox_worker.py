@@ -1,7 +1,7 @@
 """The program inside a sandbox: serves one socket, runs programs and one stateful interpreter, and enforces limits.
 
-Standard library only: where it runs, nothing of the package is visible but the sandbox_* files. In a sandbox it is process 1, which code inside cannot kill. A frame is one line of JSON whose `size` counts the raw bytes
-that follow it.
+Standard library only: where it runs, nothing of the package is visible but the sandbox_* files. In a sandbox it is
+process 1, which code inside cannot kill. A frame is one line of JSON whose `size` counts the raw bytes that follow it.
 """
 
 import contextlib
@@ -21,13 +21,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from sao.envs.sandbox_interpreter import LARGEST_CODE, Interpreter
-from sao.envs.sandbox_limits import become_ordinary, confine, move_up, set_limit
+from sao.envs.sandbox_limits import (
+    become_ordinary,
+    confine,
+    end_descendants,
+    end_strays,
+    move_up,
+    passed_limit,
+    set_limit,
+)
 
 LARGEST_HEADER = 1 << 20
 WATCH_S = 0.1
 """Seconds between two looks at memory, processes and files."""
-INODES = 20_000
-"""Files in one of the sandbox's file systems: a tmpfs of limited size does not limit empty files."""
 PIPE_BYTES = 1 << 20
 """More than a pipe holds: reading this much after a reply takes everything written before it."""
 
@@ -147,6 +153,8 @@ class Agent:
         except OSError:
             return self._lost(capture, "the code closed its own connection"), b""
         ending = self._wait(child, capture, deadline, self._replied)
+        if ending in ("ok", "raised", "memory") and self.isolated and not end_strays(child.pid):
+            ending = "processes"
         if ending in ("ok", "raised", "memory"):
             return self._reply(capture, int(ending != "ok"), out_of_memory=ending == "memory"), b""
         if ending == "broken":
@@ -219,7 +227,7 @@ class Agent:
             if now - watched >= WATCH_S:
                 watched = now
                 self._reap(child)
-                if excess := self._excess():
+                if self.isolated and (excess := passed_limit(self.limits)):
                     return excess
 
     def _reap(self, child: Child) -> None:
@@ -230,27 +238,6 @@ class Agent:
                 if found.si_pid in own:
                     return
                 os.waitpid(found.si_pid, 0)
-
-    def _excess(self) -> str | None:
-        """Which limit the sandbox as a whole has passed: limits of single processes do not add up to one."""
-        if not self.isolated:
-            return None
-        pages = processes = 0
-        for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
-                with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/statm") as statm:
-                    fields = statm.read().split()
-                    pages += int(fields[1]) - int(fields[2])
-                    processes += 1
-        if pages * resource.getpagesize() > self.limits["memory_bytes"]:
-            return "memory_total"
-        if processes > self.limits["processes"] + 1:
-            return "processes"
-        for folder in (self.limits["directory"], "/dev/shm"):
-            usage = os.statvfs(folder)
-            if usage.f_files - usage.f_ffree > INODES:
-                return "files"
-        return None
 
     def _start_interpreter(self) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -295,9 +282,8 @@ class Agent:
             assert os.getpid() == 1
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        elif self.interpreter is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.interpreter.pid, signal.SIGKILL)
+        else:
+            end_descendants()
         if self.interpreter is not None:
             self.interpreter.close()
             self.interpreter = None
@@ -313,8 +299,14 @@ class Agent:
             "files": "made more files than the limit",
         }[ending]
         self._kill_all()
+        loss = loss if ending != "files" else "variables and files are lost"
         capture.add(f"\n[stopped: {reason}; {loss}]".encode())
-        return self._reply(capture, -9, timed_out=ending == "time", out_of_memory=ending == "memory_total", lost=True)
+        flags = {
+            "timed_out": ending == "time",
+            "out_of_memory": ending == "memory_total",
+            "finished": ending == "files",
+        }
+        return self._reply(capture, -9, lost=True, **flags)
 
     def _lost(self, capture: Capture, reason: str) -> dict[str, Any]:
         self._kill_all()

@@ -94,11 +94,11 @@ class Admission:
         self._groups[group_id] = _Group([member.key for member in members])
         self.pending.extend(members)
 
-    def restore(self, pending: Iterable[Member], finished: Iterable[Rollout]) -> list[Rollout]:
+    def restore(self, pending: Iterable[Member], finished: Iterable[Rollout]) -> list[str]:
         """Take back what a stopped run had admitted: members to play again, and rollouts not yet consumed.
 
-        Places may exceed the capacity for a while, after a change of the configuration. Returns finished rollouts whose
-        group can never be whole again under the present group size; the caller drops them, counted.
+        Places may exceed the capacity for a while, after a change of the configuration. Returns the ids of rollouts
+        whose group can never be whole again; the caller drops them, counted.
         """
         finished = list(finished)
         pending = list(pending)
@@ -113,7 +113,8 @@ class Admission:
         for rollout in finished:
             if rollout.group_id in whole:
                 self._finish(rollout)
-        return [rollout for rollout in finished if rollout.group_id not in whole]
+        lost = [rollout.id for rollout in finished if rollout.group_id not in whole]
+        return lost + [member.rollout_id for member in pending if member.group_id not in whole]
 
     def start(self) -> Member:
         """Move the first pending member to running."""

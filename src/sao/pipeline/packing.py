@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sao.types import OBSERVED, BoolArray, FloatArray, IntArray, Rollout, Sequence
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+Item = TypeVar("Item")
 
 
 class Packable(Protocol):
@@ -231,3 +232,13 @@ def _micro_batch(
         sequences=np.array(members, np.int32),
         last_index=(np.cumsum(lengths) - 1).astype(np.int32),
     )
+
+
+def shuffled_batches(items: Many[Item], size: int, seed: int) -> Iterator[list[Item]]:
+    """Endless batches, each epoch in an order of its own that depends on the seed; an epoch's last may be short."""
+    epoch = 0
+    while items:
+        order = np.random.default_rng((seed, epoch)).permutation(len(items))
+        for start in range(0, len(order), size):
+            yield [items[index] for index in order[start : start + size]]
+        epoch += 1

@@ -15,6 +15,8 @@ import pickle
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +30,7 @@ from sao.types import FailureKind, Rollout, StopReason, Task, Timings
 
 _ENTRY = "import sys; sys.path[:] = {path!r}; from sao.rollout.process import main; main({fd})"
 _HEADER_BYTES = 8
+_ORPHAN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +342,16 @@ class _Stream:
 def main(fd: int) -> None:
     """Run as a rollout process: episodes come and rollouts go over the socket `fd`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_outlive_briefly, args=(os.getppid(),), daemon=True).start()
     asyncio.run(_serve(socket.socket(fileno=fd)))
+
+
+def _outlive_briefly(parent: int) -> None:
+    """End a process whose loop hangs in somebody's code when its parent is long dead."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(_ORPHAN_S)
+    os._exit(1)
 
 
 async def _serve(end: socket.socket) -> None:

@@ -5,6 +5,7 @@ a Jinja text, read with `tokenizers` and `jinja2` alone, so that a rollout worke
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -98,7 +99,34 @@ class ChatRenderer:
     def text(self, sampled: Sequence[int]) -> str:
         """The sampled tokens as text, without the turn's closing token. Bytes that are no UTF-8 become U+FFFD."""
         kept = sampled[:-1] if sampled and sampled[-1] in self.stop_token_ids else sampled
-        return self._tokenizer.decode(list(kept), skip_special_tokens=False)
+        return self.decode(kept)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Any tokens as text, special ones shown."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def read_back(self, token_ids: Sequence[int], *, opening: bool) -> tuple[Message, ...]:
+        """The messages that `open` (`opening`) or `extend` turned into these tokens, for people and for traces.
+
+        Openings are a question, with a system prompt or without; tails are one to four tool messages, or one of the
+        user. Raises ValueError for anything else.
+        """
+        unclosed = not opening and list(token_ids[:1]) != [self._close_id]
+        text = self.decode([self._close_id, *token_ids] if unclosed else token_ids)
+        tails = (*(("tool",) * count for count in range(1, 5)), ("user",))
+        for roles in (("user",), ("system", "user")) if opening else tails:
+            try:
+                frames = self._frames(roles, opening=opening)
+            except ValueError:
+                continue  # a role that the template does not know was not rendered by it either
+            # Word-level tokenizers do not keep the spaces around special tokens, so the second reading ignores them.
+            exact = [re.escape(frame) for frame in frames]
+            loose = [rf"\s*{re.escape(frame.strip())}\s*" for frame in frames]
+            for pattern in (exact, loose):
+                found = re.fullmatch("(.*?)".join(pattern), text, re.DOTALL)
+                if found:
+                    return tuple(Message(role=role, content=found[i + 1]) for i, role in enumerate(roles))
+        raise ValueError(f"these tokens are no {'opening' if opening else 'tail'} of {self._name}'s template: {text!r}")
 
     def encode_action(self, text: str) -> list[int]:
         """Tokens of an assistant message as the policy would sample them, the stop token included."""
@@ -134,6 +162,11 @@ class ChatRenderer:
         """What follows an assistant's text: its close, `messages`, the next opening."""
         text = self._render([*_STAND_IN, Message(role="assistant", content=self._reply), *messages])
         return text.split(_REPLY_END, 1)[1]
+
+    def _frames(self, roles: Sequence[str], *, opening: bool) -> list[str]:
+        """The template's own text before, between and after messages of these roles."""
+        seen = [Message(role=role, content=_OBSERVATION) for role in roles]
+        return (self._render(seen) if opening else self._tail(seen)).split(_OBSERVATION)
 
     def _find_reply(self) -> str:
         """The stand-in for an assistant's text that this template continues its own opening with."""

@@ -28,17 +28,17 @@ from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.observe.metrics import Metric, last, total
 from sao.pipeline.packing import MicroBatch, Rows, pack, rows
 from sao.training.critic import Critic, Freeze
-from sao.training.optimiser import Optimiser, UpdateOutcome, learning_rate
+from sao.training.optimiser import Optimiser, Progress, UpdateOutcome, learning_rate
 from sao.training.passes import (
     ActorPass,
     actor_pass,
-    checkpoint_activations,
     critic_pass,
     score_values,
+    set_activation_checkpointing,
     to_tensor,
 )
 from sao.training.protocol import StepReport, TrainedTokens, TrainerError
-from sao.training.value_pretraining import Progress, ValuePretrainingConfig, pretrain_values
+from sao.training.value_pretraining import ValuePretrainingConfig, pretrain_values
 from sao.types import Batch, Rollout
 
 MEGABYTE = 1e6
@@ -155,13 +155,11 @@ class TrainerCore:
         self.value_pretraining, self.seed = value_pretraining or ValuePretrainingConfig(), seed
         self.counters = Counters()
         actor.requires_grad_(True)
-        if config.activation_checkpointing:
-            checkpoint_activations(actor)
-            if critic is not None:
-                checkpoint_activations(critic.backbone)
+        set_activation_checkpointing(actor, config.activation_checkpointing)
         self.actor_optimiser = self._optimiser(actor, config.actor_grad_clip)
         self.critic_optimiser: Optimiser | None = None
         if critic is not None:
+            set_activation_checkpointing(critic.backbone, config.activation_checkpointing)
             critic.set_freeze(config.freeze)
             self.critic_optimiser = self._optimiser(critic, config.critic_grad_clip)
         self._step: _Step | None = None

@@ -1,14 +1,19 @@
 """AdamW with a gradient clip that refuses what is not finite, and learning rates that are functions of the step."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from sao.observe.metrics import Metric
+
 Decay = Literal["none", "linear", "cosine"]
+
+Progress = Callable[[int, int, dict[str, Metric]], None]
+"""Called after an update with the updates done, those in all, and the metrics of this one."""
 
 
 def learning_rate(

@@ -133,10 +133,13 @@ def critic_pass(
     return loss_sum
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Have the layers' activations computed again in the backward pass, the model staying without dropout."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def set_activation_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    """Whether layers' activations are computed again in the backward pass; the model stays without dropout."""
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             # transformers checkpoints a layer in training mode only; what is inside the layer stays in evaluation mode.
-            module.training = True
+            module.training = enabled

@@ -30,8 +30,8 @@ from sao.clock import WaitTimeoutError, limit
 from sao.observe.metrics import Metric, last
 from sao.training.checkpoint import load_trainer, save_trainer
 from sao.training.core import TrainerCore
+from sao.training.optimiser import Progress
 from sao.training.protocol import ActorUpdate, StepReport, TrainerError
-from sao.training.value_pretraining import Progress
 from sao.training.weights import SnapshotStore
 from sao.types import Batch, Rollout, Snapshot
 
@@ -52,6 +52,10 @@ class _Failure:
     bad_input: bool
     """Whether it was a ValueError, which stays one."""
 
+    def error(self) -> ValueError | TrainerError:
+        """The exception for the parent."""
+        return ValueError(self.text) if self.bad_input else TrainerError(self.text)
+
 
 class ProcessTrainer:
     """Implements `Trainer` over a child process. The child starts with the constructor; requests may come at once."""
@@ -69,9 +73,9 @@ class ProcessTrainer:
         self._progress = progress
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[Any]] = {0: Future()}
-        self._ready = self._waiting[0]
-        self._end: Exception | None = None
+        self._waiting: dict[int, Future[Any]] = {}
+        self._started = False
+        self._end: ValueError | TrainerError | None = None
         # A child inherits the mask: Ctrl-C cannot end it before it has set its own handler.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -122,34 +126,27 @@ class ProcessTrainer:
 
     async def _ask(self, method: str, what: str, *inputs: object) -> Any:
         """Send a request and wait for its reply. Raises ValueError for bad input, else TrainerError."""
-        await self._reply(self._ready, START_TIMEOUT_S, "the trainer process to start")
         future: Future[Any] = Future()
         number = next(self._numbers)
         with self._lock:
             if self._end is not None:
-                raise self._end
+                raise type(self._end)(str(self._end))
             self._waiting[number] = future
         self._writer.submit(self._write, (number, method, inputs))
-        return await self._reply(future, self._timeout_s, what)
-
-    async def _reply(self, future: "Future[Any]", timeout_s: float, what: str) -> Any:
         try:
-            async with limit(timeout_s, what):
-                # Shielded: a cancelled wait leaves the request to be answered, and its reply is then dropped.
-                answer = await asyncio.shield(asyncio.wrap_future(future))
+            async with limit(self._timeout_s + (0 if self._started else START_TIMEOUT_S), what):
+                return await asyncio.wrap_future(future)
         except WaitTimeoutError as error:
-            raise TrainerError(f"{error}; if the step is only slow, raise trainer.step_timeout_s") from error
-        if isinstance(answer, _Failure):
-            raise ValueError(answer.text) if answer.bad_input else TrainerError(answer.text)
-        return answer
+            raise TrainerError(f"{error}; if it is only slow, raise trainer.step_timeout_s") from error
 
     def _write(self, request: tuple[int, str, tuple[object, ...]]) -> None:
         try:
             self._connection.send(request)
-        except (OSError, ValueError):
-            self._process.join(STOP_TIMEOUT_S)  # The reader sees the end of the connection and fails the request.
+        except OSError:
+            pass  # The reader sees the end of the connection too, and fails the request.
         except Exception as error:
-            self._deliver(request[0], _Failure(text=f"cannot send the request {request[1]}: {error}", bad_input=False))
+            text = f"cannot send the request {request[1]} to the trainer process: {error}"
+            self._deliver(request[0], _Failure(text=text, bad_input=False))
 
     def _read(self) -> None:
         while True:
@@ -160,19 +157,26 @@ class ProcessTrainer:
             if number is None:
                 if self._progress is not None:
                     self._progress(*answer)
+            elif number == 0:
+                self._started = answer is None
+                self._end = self._end or (None if answer is None else answer.error())
             else:
                 self._deliver(number, answer)
         self._process.join(STOP_TIMEOUT_S)
         with self._lock:
             self._end = self._end or TrainerError(f"the trainer process ended: {_exit(self._process.exitcode)}")
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_result(_Failure(text=str(self._end), bad_input=False))
+            numbers = list(self._waiting)
+        for number in numbers:
+            self._deliver(number, _Failure(text=str(self._end), bad_input=isinstance(self._end, ValueError)))
 
     def _deliver(self, number: int, answer: object) -> None:
         with self._lock:
             future = self._waiting.pop(number, None)
-        if future is not None:
+        if future is None or not future.set_running_or_notify_cancel():
+            return  # Whoever asked was cancelled. The reply is dropped, and the next request is unharmed.
+        if isinstance(answer, _Failure):
+            future.set_exception(answer.error())
+        else:
             future.set_result(answer)
 
     def _stop(self) -> None:

@@ -2,24 +2,20 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sao.algorithm.diagnostics import explained_variance
 from sao.algorithm.sao import AlgorithmConfig, targets
 from sao.observe.metrics import Metric, last
-from sao.pipeline.packing import MicroBatch, pack, rows
+from sao.pipeline.packing import MicroBatch, pack, rows, shuffled_batches
 from sao.training.critic import Critic, Freeze
-from sao.training.optimiser import Decay, Optimiser, learning_rate
+from sao.training.optimiser import Decay, Optimiser, Progress, learning_rate
 from sao.training.passes import critic_pass, score_values, to_tensor
 from sao.types import Rollout
-
-Progress = Callable[[int, int, dict[str, Metric]], None]
-"""Called with updates done, updates in all, and the metrics of the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +103,7 @@ def pretrain_values(
             grad_clip=config.grad_clip,
         )
         metrics: dict[str, Metric] = {}
-        for step, chosen in zip(range(num_steps), _batches(train, config.batch_size, seed), strict=False):
+        for step, chosen in zip(range(num_steps), shuffled_batches(train, config.batch_size, seed), strict=False):
             rate = learning_rate(
                 config.lr, step, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=num_steps
             )
@@ -131,16 +127,6 @@ def split_by_prompt(rollouts: Sequence[Rollout], *, share: float, seed: int) -> 
         [rollout for rollout in rollouts if rollout.prompt_id not in held_out],
         [rollout for rollout in rollouts if rollout.prompt_id in held_out],
     )
-
-
-def _batches(rollouts: Sequence[Rollout], size: int, seed: int) -> Iterator[list[Rollout]]:
-    """Endless batches, each epoch in an order of its own; the last batch of an epoch may be short."""
-    epoch = 0
-    while True:
-        order = np.random.default_rng((seed, epoch)).permutation(len(rollouts))
-        for start in range(0, len(order), size):
-            yield [rollouts[index] for index in order[start : start + size]]
-        epoch += 1
 
 
 def _part(

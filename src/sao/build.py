@@ -1,0 +1,120 @@
+"""The only file that turns a configuration into objects (those of the world stand in envs/select.py)."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sao.clock import Clock
+from sao.config import RunConfig
+from sao.engines.local import LocalEngine
+from sao.engines.process import ProcessEngine
+from sao.engines.protocol import Engine
+from sao.envs.select import World, make_world
+from sao.envs.tokenizer import save_tokenizer
+from sao.models.load import load_causal_lm, load_folder, load_tokenizer, save_model
+from sao.rollout.process import ProcessWorkers, ProcessWorkersConfig
+from sao.rollout.protocol import RolloutWorker
+from sao.rollout.renderer import ChatRenderer, load_renderer
+from sao.rollout.worker import LocalWorker, Purpose
+from sao.training.core import TrainerCore
+from sao.training.critic import Critic
+from sao.training.inline import InlineTrainer
+from sao.training.process import ProcessTrainer
+from sao.training.protocol import Trainer
+from sao.training.weights import SnapshotStore
+
+
+def prepare_tokenizer(config: RunConfig, target: Path) -> Path:
+    """A folder with the tokenizer: the one named, the model's, or the demo's word tokenizer written to `target`."""
+    named = config.tokenizer.path or config.model.path
+    if named and not (config.model.gguf_file and not config.tokenizer.path):
+        return Path(named)
+    if not (target / "tokenizer.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        if named:
+            load_tokenizer(named, gguf_file=config.model.gguf_file).save_pretrained(str(target))
+        else:
+            save_tokenizer(target)
+    return target
+
+
+def make_renderer(config: RunConfig, tokenizer: Path) -> ChatRenderer:
+    """Text to tokens and back. Raises ValueError for a tokenizer without a usable chat template."""
+    return load_renderer(str(tokenizer), tool_role=config.tokenizer.tool_role)
+
+
+def prepare_model(config: RunConfig, tokenizer: Path, target: Path) -> Path:
+    """A folder with the starting weights as safetensors; written to `target` where they are not one already."""
+    if config.model.path and not config.model.gguf_file and Path(config.model.path).is_dir():
+        return Path(config.model.path)
+    if not (target / "config.json").is_file():
+        renderer = make_renderer(config, tokenizer)
+        model = load_causal_lm(config.model, seed=config.seed, tokenizer_size=renderer.vocabulary_size)
+        draft = target.with_name(target.name + ".partial")
+        save_model(model, draft)
+        draft.rename(target)
+    return target
+
+
+def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerCore, SnapshotStore]:
+    """Actor, critic and optimisers from the starting weights; runs in the trainer's process."""
+    dtype = getattr(torch, config.model.dtype)
+    actor = load_folder(model, dtype=dtype, attention=config.model.attention)
+    critic = None
+    if config.algorithm.advantage != "given":
+        backbone = load_folder(model, dtype=dtype, attention=config.model.attention)
+        critic = Critic(backbone, freeze=config.trainer.freeze)
+    value_pretraining = config.value_pretraining.fit if config.value_pretraining else None
+    core = TrainerCore(
+        actor=actor,
+        critic=critic,
+        config=config.trainer,
+        algorithm=config.algorithm,
+        value_pretraining=value_pretraining,
+    )
+    return core, SnapshotStore(snapshots)
+
+
+def make_trainer(config: RunConfig, clock: Clock, model: Path, snapshots: Path) -> Trainer:
+    """In its own process in real time, inline in virtual time."""
+    build = partial(make_core, config, model, snapshots)
+    if clock.virtual:
+        return InlineTrainer(*build(), clock, config.trainer_cost)
+    return ProcessTrainer(build, threads=config.trainer.threads, timeout_s=config.trainer.step_timeout_s)
+
+
+async def make_engine(config: RunConfig, clock: Clock, model: Path) -> Engine:
+    """In its own process in real time, inline with its own weights in virtual time."""
+    if clock.virtual:
+        weights = load_folder(model, dtype=getattr(torch, config.engine.dtype), attention=config.model.attention)
+        return LocalEngine(weights, clock, config.engine, config.engine_cost)
+    return await ProcessEngine.start(str(model), config.engine)
+
+
+async def make_worker(
+    config: RunConfig, clock: Clock, engine: Engine, tokenizer: Path, *, purpose: Purpose
+) -> tuple[RolloutWorker, World | None]:
+    """Plays episodes: in processes of their own in real time, else on the loop. A world is the caller's to stop."""
+    if isinstance(engine, ProcessEngine) and config.worker_processes:
+        arguments = (
+            config.environment,
+            config.tasks,
+            config.tokenizer.tool_role,
+            tokenizer,
+            engine.address,
+            config.seed,
+        )
+        workers = ProcessWorkers(
+            worker_parts,
+            arguments,
+            clock,
+            config.rollout,
+            ProcessWorkersConfig(processes=config.worker_processes),
+            purpose=purpose,
+        )
+        await workers.start()
+        return workers, None
+    world = make_world(config.environment, config.tasks, clock, seed=config.seed)
+    renderer = make_renderer(config, tokenizer)
+    return LocalWorker(world.make_environment, engine, renderer, clock, config.rollout, purpose=purpose), world

@@ -1,0 +1,141 @@
+"""The command `sao`."""
+
+import os
+import sys
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sao.build import describe_machine
+from sao.clock import WaitTimeoutError
+from sao.config import RunConfig, describe, resolve, to_toml
+from sao.engines.protocol import EngineError
+from sao.envs.protocol import WorldError
+from sao.loop import LoopError
+from sao.observe.report import write_report
+from sao.preflight import preflight
+from sao.progress import ConsoleReporter
+from sao.stages import Last, run_stages
+from sao.store.log import LogWriteError
+from sao.store.run_folder import RunFolder, read_checkpoint
+from sao.training.protocol import TrainerError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+ConfigPath = Annotated[Path, typer.Argument(help="TOML configuration of the run.", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="Run folder.", show_default=False)]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value. Repeatable.")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Run folder to create; runs/NAME-TIME by default.")]
+
+USER_ERRORS = (ValueError, LoopError, TrainerError, EngineError, WorldError, WaitTimeoutError, LogWriteError)
+"""Errors whose message says all there is to say; others are faults of this program and show where they came from."""
+
+
+@app.command()
+def train(config: ConfigPath, override: Set = None, folder: Folder = None) -> None:
+    """The whole run: (sft) -> (value pretraining) -> SAO -> evaluation -> report, as the configuration names them."""
+    _new_run(config, override, folder, last="train")
+
+
+@app.command()
+def sft(config: ConfigPath, override: Set = None, folder: Folder = None) -> None:
+    """Only the supervised fine-tuning; `sao resume` goes on from there."""
+    _new_run(config, override, folder, last="sft")
+
+
+@app.command("pretrain-value")
+def pretrain_value(config: ConfigPath, override: Set = None, folder: Folder = None) -> None:
+    """Up to the value pretraining; `sao resume` goes on from there."""
+    _new_run(config, override, folder, last="value_pretraining")
+
+
+@app.command()
+def resume(
+    run: RunPath,
+    override: Set = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="An older checkpoint to go on from.")] = None,
+) -> None:
+    """Go on after a stop or a crash. The folder's configuration holds; --set changes it."""
+    with RunFolder.resume(run) as folder:
+        resolved = resolve(folder.config, override or ())
+        chosen = read_checkpoint(checkpoint) if checkpoint is not None else None
+        if override:
+            folder.write_event("resumed with " + " ".join(override))
+        _go(resolved, folder, last="train", checkpoint=chosen)
+
+
+@app.command()
+def check(config: ConfigPath, override: Set = None) -> None:
+    """Preflight: everything that can be known before starting."""
+    console = Console()
+    problems = 0
+    for finding in preflight(resolve(config, override or ())):
+        console.print(f"[{'green' if finding.good else 'red'}]{'ok  ' if finding.good else 'FAIL'}[/] {finding.text}")
+        problems += not finding.good
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command("config")
+def show_config() -> None:
+    """Every key of the configuration with its default and meaning."""
+    table = Table("key", "default", "meaning", show_lines=False)
+    for key, default, meaning in describe():
+        table.add_row(key, default, meaning)
+    Console().print(table)
+
+
+def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, last: Last) -> None:
+    resolved = resolve(config, override or ())
+    problems = [finding.text for finding in preflight(resolved) if not finding.good]
+    if problems:
+        raise ValueError("\n".join(problems))
+    path = folder or Path("runs") / f"{resolved.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    with RunFolder.create(path) as run:
+        run.write_config(to_toml(resolved))
+        run.write_environment(describe_machine(resolved, sys.argv))
+        _go(resolved, run, last=last, checkpoint=None)
+
+
+def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpoint | None) -> None:
+    console = Console(highlight=False)
+    console.print(f"run folder: {folder.path}")
+    with ConsoleReporter(config.loop.steps, console) as reporter:
+        outcome = run_stages(config, folder, reporter, last=last, checkpoint=checkpoint)
+    if outcome is None:
+        console.print(f"stopped after {last}; go on with: sao resume {folder.path}")
+        return
+    console.print(f"report: {write_report(folder.path)}")
+    if outcome.reason == "stopped":
+        console.print(f"stopped at step {outcome.steps}; go on with: sao resume {folder.path}")
+        raise typer.Exit(130)
+    console.print(f"ended after {outcome.steps} steps: {outcome.reason}")
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write the report of a run, finished or not."""
+    typer.echo(write_report(RunFolder.open(run).path))
+
+
+def main() -> None:
+    """Entry point: user errors as one message and exit code 2, faults of the program with their trace and 1."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except USER_ERRORS as error:
+        if os.environ.get("SAO_TRACEBACK"):
+            traceback.print_exc()
+        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

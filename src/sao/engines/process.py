@@ -1,0 +1,134 @@
+"""The local engine in a process of its own, so that generation and training overlap."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from sao.engines.client import EngineClient
+from sao.engines.local import EngineConfig
+from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.engines.serve import ERROR, READY, SETTINGS, SOCKET
+from sao.types import Snapshot, TokenChunk
+
+_STOP_SECONDS = 2.0
+"""What an engine process gets to leave by itself before it is killed."""
+
+
+class ProcessEngine:
+    """Engine in a child process; `address` lets clients in other processes use it too. Real clock only.
+
+    The child ends when this process ends, however it ends. If the child dies, every stream and call raises EngineError.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, config: EngineConfig) -> None:
+        self._process = process
+        self._folder = folder
+        self._stopped = False
+        self.address = str(folder / SOCKET)
+        self._client = EngineClient(self.address, reply_timeout_s=config.load_timeout_s, epitaph=self._epitaph)
+
+    @classmethod
+    async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None) -> "ProcessEngine":
+        """Start a child that holds the snapshot, and wait for it. Raises EngineError when it fails or is too slow."""
+        config = config or EngineConfig()
+        folder = Path(tempfile.mkdtemp(prefix="sao-engine-"))
+        if len(str(folder / SOCKET).encode()) > 100:
+            shutil.rmtree(folder)
+            raise EngineError(f"{folder} is too long a path for a Unix socket; set TMPDIR to a shorter one")
+        (folder / SETTINGS).write_text(json.dumps({"snapshot": asdict(snapshot), "config": asdict(config)}))
+        with (folder / "stderr").open("wb") as errors:
+            process = subprocess.Popen(
+                # -P keeps a folder of the working directory from posing as the package.
+                [sys.executable, "-P", "-m", "sao.engines.serve", str(folder), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": str(config.threads)},
+                # Out of the terminal's group: Ctrl-C reaches the parent alone, which then unwinds in its own order.
+                start_new_session=True,
+            )
+        engine = cls(process, folder, config)
+        try:
+            await engine._wait_until_ready(config.start_timeout_s)
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    @property
+    def process_id(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+    ) -> AsyncIterator[TokenChunk]:
+        """See Engine."""
+        return self._client.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
+
+    async def cancel(self, session: str) -> None:
+        """See Engine."""
+        await self._client.cancel(session)
+
+    async def close(self, session: str) -> None:
+        """See Engine."""
+        await self._client.close(session)
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """See Engine."""
+        await self._client.load(snapshot)
+
+    async def health(self) -> EngineHealth:
+        """See Engine."""
+        return await self._client.health()
+
+    async def stop(self) -> None:
+        """See Engine."""
+        if self._stopped:
+            return
+        self._stopped = True
+        await self._client.stop()
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not (self._folder / READY).exists():
+            if self._process.poll() is not None:
+                raise EngineError(f"the engine process did not start {self._epitaph()}")
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the engine process was not ready within engine.start_timeout_s = {timeout_s:g} s"
+                    f" {self._epitaph()}"
+                )
+            await asyncio.sleep(0.02)
+
+    def _epitaph(self) -> str:
+        """What is known of the child's end: its exit code and its last words."""
+        with suppress(subprocess.TimeoutExpired):
+            # The socket breaks an instant before the process is gone.
+            self._process.wait(0.2)
+        words = ""
+        for name in (ERROR, "stderr"):
+            file = self._folder / name
+            if not words and file.is_file():
+                words = file.read_text(errors="replace").strip()[-2000:]
+        code = self._process.poll()
+        state = "still runs" if code is None else f"ended with {code}"
+        return f"(process {self._process.pid} {state}{': ' + words if words else ''})"

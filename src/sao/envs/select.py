@@ -1,0 +1,147 @@
+"""Names to objects of the world: task sources, environments, tools.
+
+Apart from build.py, because rollout processes use it and must start without torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sao.clock import Clock
+from sao.envs.chain import ChainConfig, ChainTasks
+from sao.envs.demonstrations import ChainExpert, NoiseConfig, ScriptedPolicy, gsm8k_expert
+from sao.envs.grader import GraderConfig, MathGrader
+from sao.envs.math_python import MathPythonConfig, MathPythonEnvironment
+from sao.envs.protocol import CodeTool, Environment, EnvironmentFactory, Grader, TaskSource
+from sao.envs.restricted import RestrictedTool
+from sao.envs.sandbox import SandboxConfig, SandboxPython, UnprotectedPython
+from sao.envs.sources import ListSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
+from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
+from sao.types import Task
+
+Use = Literal["train", "sft", "evaluation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Where tasks come from."""
+
+    source: Literal["chain", "guess", "gsm8k", "imo_answerbench", "file"] = "chain"
+    """chain and guess are generated without end; gsm8k and imo_answerbench are read from a folder; file is JSONL."""
+    path: str = ""
+    """Folder of gsm8k or imo_answerbench, or the JSONL file."""
+    split: Literal["auto", "train", "sft", "evaluation"] = "auto"
+    """Part of the source; auto takes what the use needs: train for training, evaluation (held out) for evaluation."""
+    limit: int = 0
+    """Number of tasks to use; 0 for all (or endless)."""
+    cycle: bool = True
+    """Whether a finite source starts again, shuffled anew. False ends the run with what is left as its last batch."""
+    chain: ChainConfig = field(default_factory=ChainConfig)
+    """For source = "chain"."""
+    guess: GuessConfig = field(default_factory=GuessConfig)
+    """For source = "guess"."""
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ValueError(f"tasks.limit is {self.limit}; use 0 for all")
+        if self.source in ("file", "gsm8k", "imo_answerbench") and not self.path:
+            raise ValueError(f'tasks.source = "{self.source}" needs tasks.path')
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What the policy acts in."""
+
+    name: Literal["math_python", "guess"] = "math_python"
+    """math_python: mathematics with a Python tool. guess: the toy of the documentation."""
+    tool: Literal["restricted", "sandbox", "unprotected"] = "restricted"
+    """restricted: arithmetic and assignments, no process. sandbox: real Python under bubblewrap. unprotected: real
+    Python with nothing around it; refused unless `allow_unprotected`."""
+    allow_unprotected: bool = False
+    """The explicit switch for running model-written Python with the rights of this user."""
+    math_python: MathPythonConfig = field(default_factory=MathPythonConfig)
+    """For name = "math_python"."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """For tool = "sandbox" and "unprotected"."""
+    grader: GraderConfig = field(default_factory=GraderConfig)
+    """How answers are judged."""
+
+    def __post_init__(self) -> None:
+        if self.tool == "unprotected" and not self.allow_unprotected:
+            raise ValueError(
+                'environment.tool = "unprotected" runs model-written Python with your rights; use "sandbox", or set '
+                "environment.allow_unprotected = true if this machine may be lost"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Makes environments; holds the grader's pool, which `stop` ends."""
+
+    make_environment: EnvironmentFactory
+    grader: Grader
+
+    def stop(self) -> None:
+        """Release the grader. Safe to call twice."""
+        self.grader.stop()
+
+
+def make_world(config: EnvironmentConfig, tasks: TasksConfig, clock: Clock, *, seed: int) -> World:
+    """Environments that share one grader. Nothing starts before it is needed."""
+    grader = MathGrader(config.grader)
+    if config.name == "guess":
+        return World(make_environment=lambda: GuessEnvironment(tasks.guess), grader=grader)
+    make_tool = _tool_factory(config)
+
+    def make_environment() -> Environment:
+        inline = config.tool == "restricted"
+        return MathPythonEnvironment(make_tool, grader, clock, config.math_python, seed=seed, inline_tool=inline)
+
+    return World(make_environment=make_environment, grader=grader)
+
+
+def _tool_factory(config: EnvironmentConfig) -> Callable[[], CodeTool]:
+    match config.tool:
+        case "restricted":
+            return RestrictedTool
+        case "sandbox":
+            return lambda: SandboxPython(config.sandbox)
+        case "unprotected":
+            return lambda: UnprotectedPython(config.sandbox, unprotected=config.allow_unprotected)
+
+
+def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
+    """The source a configuration names. Evaluation neither cycles nor shuffles. Raises ValueError for bad files."""
+    split: Use = use if config.split == "auto" else config.split
+    size = config.limit or None
+    match config.source:
+        case "chain":
+            return ChainTasks(config.chain, stream=split, seed=seed, size=size)
+        case "guess":
+            return GuessTasks(config.guess, name=f"guess-{split}", seed=seed)
+        case "gsm8k":
+            tasks = gsm8k_tasks(Path(config.path), "test" if split == "evaluation" else "train")
+        case "imo_answerbench":
+            tasks = imo_answerbench_tasks(Path(config.path))
+        case "file":
+            tasks = read_tasks(Path(config.path))
+    training = use != "evaluation"
+    name = f"{config.source}-{split}"
+    return ListSource(
+        tasks[: config.limit or None], name=name, seed=seed, shuffle=training, cycle=training and config.cycle
+    )
+
+
+def make_expert(config: TasksConfig, noise: NoiseConfig, *, seed: int) -> Callable[[Task], ScriptedPolicy]:
+    """The scripted policy that makes demonstrations for a source. Raises ValueError where there is none."""
+    match config.source:
+        case "chain":
+            return lambda task: ChainExpert(task, noise, seed=seed)
+        case "gsm8k":
+            return gsm8k_expert
+        case _:
+            raise ValueError(
+                f'there is no scripted expert for tasks.source = "{config.source}"; give traces of another policy by '
+                "sft.traces (`sao rollout` writes them, also with a teacher)"
+            )

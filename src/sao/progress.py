@@ -1,0 +1,81 @@
+"""What people see while a run goes on: bars for long work, a line per row of metrics."""
+
+import time
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from sao.observe.metrics import Metrics
+
+LINE_SECONDS = 2.0
+"""Least time between two lines of training, so that fast runs do not flood the terminal."""
+
+
+class ConsoleReporter:
+    """Satisfies stages.Reporter on a terminal; without one, lines only."""
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._steps = steps
+        self._bars: dict[str, TaskID] = {}
+        self._last_line = 0.0
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        )  # fmt: skip
+        self._progress = Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        )
+
+    def __enter__(self) -> "ConsoleReporter":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line."""
+        self._console.print(text)
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Move a stage's bar; it goes when done = total, and a line stays."""
+        if stage not in self._bars:
+            self._bars[stage] = self._progress.add_task(stage, total=total, note=note)
+        self._progress.update(self._bars[stage], completed=done, total=total, note=note)
+        if done >= total:
+            self._progress.remove_task(self._bars.pop(stage))
+            self._console.print(f"{stage}: {total} done {note}".rstrip())
+
+    def row(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
+        """Training as a bar with a line now and then; other stages as a line each."""
+        values = {key: metric.value for key, metric in metrics.items()}
+        if stage == "train":
+            note = _train_line(values)
+            self.progress("training", step, self._steps, note)
+            if time.monotonic() - self._last_line >= LINE_SECONDS or step == self._steps:
+                self._last_line = time.monotonic()
+                self._console.print(f"step {step:4d}  version {version:4d}  {note}")
+            return
+        shown = "  ".join(f"{key.split('/', 1)[1]} {value:.3g}" for key, value in values.items())
+        self._console.print(f"{stage} at step {step}: {shown}")
+
+
+def _train_line(values: dict[str, float]) -> str:
+    wanted = (
+        ("reward", "rollout/reward", ".3f"),
+        ("age", "age/mean", ".1f"),
+        ("masked", "actor/masked_low_share", ".2%"),
+        ("EV", "critic/explained_variance", ".2f"),
+        ("entropy", "actor/entropy", ".3f"),
+        ("waiting", "loop/waiting", ".0f"),
+    )
+    return "  ".join(f"{name} {values[key]:{form}}" for name, key, form in wanted if key in values)

@@ -1,0 +1,328 @@
+"""Traces of a teacher behind an OpenAI-compatible chat endpoint, for supervised fine-tuning.
+
+The teacher plays the same environments as the policy, by messages instead of tokens.
+"""
+
+import asyncio
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+
+from sao.clock import Clock
+from sao.envs.protocol import EnvironmentFactory, WorldError
+from sao.envs.traces import Trace, read_traces, shorten
+from sao.types import Message, Task
+
+_RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+
+
+class TeacherError(RuntimeError):
+    """The teacher cannot be used; the message says why and what to do."""
+
+
+class UnansweredError(RuntimeError):
+    """One request got no usable answer; others may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """Where the teacher is, and how it is asked."""
+
+    base_url: str
+    """Address up to and including the version: "http://127.0.0.1:8000/v1"."""
+    model: str
+    """Name under which the endpoint knows the model."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, so that no key is ever written into a run folder. Unset: no key."""
+    system_prompt: str = ""
+    """Shown to the teacher before each episode, and left out of the traces: what the student learns by example."""
+    tool_role: str = "user"
+    """Role under which tool output is sent; most endpoints take "tool" only after a call in their own format."""
+    cut_after: tuple[str, ...] = ("</python>", "</answer>")
+    """A reply is cut behind the first of these: a teacher that invents its tool's output would teach inventing."""
+    temperature: float = 0.7
+    """Of the teacher; its log-probs are not used, so it need not be 1."""
+    max_tokens: int = 2048
+    """Tokens of one reply; a longer one is an episode without a trace."""
+    max_turns: int = 50
+    """Replies in an episode, as for the policy."""
+    attempts: int = 1
+    """Episodes per task until one is kept."""
+    only_right: bool = True
+    """Keep only episodes whose reward reaches `right_reward`."""
+    right_reward: float = 1.0
+    """Reward of a right answer."""
+    concurrency: int = 8
+    """Episodes at once."""
+    timeout_s: float = 300.0
+    """Seconds for one reply."""
+    max_retries: int = 5
+    """Repeats of a request that was refused for the moment, waiting 1, 2, 4 ... seconds, or as long as it says."""
+    max_failures_in_a_row: int = 20
+    """Episodes that fail one after the other before the collection gives up."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.base_url is {self.base_url!r}; it must begin with http:// or https://")
+        if not self.model:
+            raise ValueError("teacher.model is empty; name the model as the endpoint knows it")
+        for name in ("max_tokens", "max_turns", "attempts", "concurrency", "timeout_s", "max_failures_in_a_row"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"teacher.{name} is {getattr(self, name)}; it must be above 0")
+        if self.max_retries < 0:
+            raise ValueError(f"teacher.max_retries is {self.max_retries}; it must be 0 or above")
+
+
+class Teacher:
+    """One chat endpoint. Close it when done."""
+
+    def __init__(self, config: TeacherConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        key = os.environ.get(config.api_key_variable, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
+        self._http = httpx.AsyncClient(headers=headers, timeout=config.timeout_s)
+
+    async def reply(self, messages: Sequence[Message]) -> str:
+        """The next assistant message. Raises TeacherError if none will ever come, UnansweredError if not to this."""
+        config = self._config
+        system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+        turns = [{"role": config.tool_role if m.role == "tool" else m.role, "content": m.content} for m in messages]
+        body = {
+            "model": config.model,
+            "messages": [*system, *turns],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+        text = _content_of(await self._post(body))
+        ends = [text.find(mark) + len(mark) for mark in config.cut_after if mark in text]
+        return text[: min(ends)] if ends else text
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        trouble = ""
+        for attempt in range(self._config.max_retries + 1):
+            wait = float(2**attempt)
+            try:
+                response = await self._http.post(self._url, json=body)
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__} {error}".strip()
+            else:
+                if response.is_success:
+                    return _json_of(response)
+                self._refuse(response)
+                trouble = f"status {response.status_code}: {shorten(response.text)}"
+                wait = _retry_after(response) or wait
+            if attempt < self._config.max_retries:
+                await self._clock.sleep(min(wait, 60.0))
+        raise TeacherError(
+            f"the teacher at {self._url} did not answer in {self._config.max_retries + 1} tries; the last one: "
+            f"{trouble}. Check teacher.base_url and that the server runs"
+        )
+
+    def _refuse(self, response: httpx.Response) -> None:
+        """Raise for an answer that a repeated request would get again."""
+        status, said = response.status_code, shorten(response.text)
+        if status in (401, 403):
+            raise TeacherError(
+                f"the teacher at {self._url} refuses the key (status {status}: {said}); put a valid one into the "
+                f"environment variable {self._config.api_key_variable}"
+            )
+        if status == 404:
+            raise TeacherError(
+                f"the teacher at {self._url} knows no model {self._config.model!r}, or no such address (status 404: "
+                f"{said}); check teacher.model and teacher.base_url"
+            )
+        if status not in _RETRIED_STATUS:
+            raise UnansweredError(f"status {status}: {said}")
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """What became of the tasks."""
+
+    kept: int = 0
+    already_there: int = 0
+    wrong: int = 0
+    """Tasks whose last episode did not end, or did not reach the reward."""
+    failed: int = 0
+    """Tasks whose last episode broke off."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why episodes broke off or did not end, and how often."""
+
+
+async def collect_traces(
+    tasks: Iterable[Task],
+    make_environment: EnvironmentFactory,
+    path: Path,
+    config: TeacherConfig,
+    clock: Clock,
+    *,
+    progress: Callable[[Task, Trace | None], None] | None = None,
+) -> Collected:
+    """Let the teacher play `tasks`, and append its traces to the JSONL file `path` as they come.
+
+    Tasks that the file already holds are skipped, so a collection that was interrupted goes on when called again.
+    `progress` is called once per task, with the trace that was kept. Raises TeacherError when the teacher cannot be
+    used, ValueError for a file that holds something else.
+    """
+    held = _resume(path)
+    collected = Collected()
+    teacher = Teacher(config, clock)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            collection = _Collection(teacher, make_environment, config, collected, file, progress)
+            waiting = iter(tasks)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(config.concurrency):
+                    group.create_task(collection.work(waiting, held))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await teacher.close()
+    return collected
+
+
+class _Collection:
+    """The workers of one collection, and what they share."""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        make_environment: EnvironmentFactory,
+        config: TeacherConfig,
+        collected: Collected,
+        file: TextIO,
+        progress: Callable[[Task, Trace | None], None] | None,
+    ) -> None:
+        self._teacher = teacher
+        self._make_environment = make_environment
+        self._config = config
+        self._collected = collected
+        self._file = file
+        self._progress = progress
+        self._failures_in_a_row = 0
+
+    async def work(self, tasks: Iterator[Task], held: set[str]) -> None:
+        """Takes tasks until there are none; gives traces to the file."""
+        for task in tasks:
+            if task.id in held:
+                self._collected.already_there += 1
+                continue
+            held.add(task.id)
+            trace = await self._best(task)
+            if trace is not None:
+                messages = [{"role": message.role, "content": message.content} for message in trace.messages]
+                record = {"task_id": trace.task_id, "messages": messages, "reward": trace.reward}
+                self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                self._file.flush()
+                self._collected.kept += 1
+            if self._progress is not None:
+                self._progress(task, trace)
+
+    async def _best(self, task: Task) -> Trace | None:
+        """The first episode worth keeping."""
+        broken = False
+        for _ in range(self._config.attempts):
+            try:
+                trace = await self._play(task)
+            except (UnansweredError, WorldError) as error:
+                broken = True
+                self._count_failure(error)
+                continue
+            broken = False
+            self._failures_in_a_row = 0
+            if trace is None:
+                self._collected.reasons[f"no end after {self._config.max_turns} turns"] += 1
+            elif not self._config.only_right or trace.reward >= self._config.right_reward:
+                return trace
+        if broken:
+            self._collected.failed += 1
+        else:
+            self._collected.wrong += 1
+        return None
+
+    def _count_failure(self, error: Exception) -> None:
+        self._collected.reasons[str(error)] += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._config.max_failures_in_a_row:
+            raise TeacherError(
+                f"{self._failures_in_a_row} episodes in a row broke off; the last one: {error}"
+            ) from error
+
+    async def _play(self, task: Task) -> Trace | None:
+        """One episode; None when it does not end within the turns."""
+        environment = self._make_environment()
+        try:
+            messages = list(await environment.reset(task))
+            reward = 0.0
+            for _ in range(self._config.max_turns):
+                action = Message(role="assistant", content=await self._teacher.reply(messages))
+                step = await environment.step(action)
+                reward += step.reward
+                if not math.isfinite(reward):
+                    raise WorldError(f"the environment returned a reward of {step.reward}; it must be finite")
+                messages.append(action)
+                if step.done:
+                    return Trace(task_id=task.id, messages=tuple(messages), reward=reward)
+                messages.extend(step.messages)
+            return None
+        finally:
+            await environment.close()
+
+
+def _resume(path: Path) -> set[str]:
+    """Task ids that a file of traces holds; what an interruption left of its last line is removed."""
+    if not path.exists() or path.stat().st_size == 0:
+        return set()
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            try:
+                json.loads(content[whole:])
+                file.write(b"\n")
+            except ValueError:
+                file.truncate(whole)
+    return {trace.task_id for trace in read_traces(path)} if path.stat().st_size else set()
+
+
+def _json_of(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise UnansweredError(f"the answer is not JSON: {shorten(response.text)}") from error
+
+
+def _content_of(answer: Any) -> str:
+    try:
+        choice = answer["choices"][0]
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UnansweredError(f"the answer is no chat completion: {shorten(str(answer))}") from error
+    if finish == "length":
+        raise UnansweredError("a reply was cut at teacher.max_tokens")
+    if not isinstance(text, str) or not text.strip():
+        raise UnansweredError("a reply was empty")
+    return text
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait, if it says so in seconds."""
+    try:
+        seconds = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None

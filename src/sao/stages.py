@@ -1,0 +1,312 @@
+"""What a run does, one stage after another, each kept in the run folder so that a resumed run does not repeat it.
+
+prepare -> sft -> value pretraining -> train (evaluation within) -> report
+
+tokenizer/  start/          what the run began with
+sft/model/                  the fine-tuned policy, if the configuration has sft stages
+value_pretraining/log/      rollouts of the starting policy
+checkpoints/                the first commit ends value pretraining; the others are training's
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+
+from sao.build import (
+    make_engine,
+    make_evaluator,
+    make_renderer,
+    make_trainer,
+    make_worker,
+    prepare_model,
+    prepare_tokenizer,
+)  # fmt: skip
+from sao.clock import Clock, RealClock, VirtualClock, run_virtual
+from sao.config import RunConfig, SftStageConfig
+from sao.engines.protocol import Engine
+from sao.envs.demonstrations import demonstrate
+from sao.envs.select import make_expert, make_source, make_world
+from sao.envs.traces import Trace, read_traces
+from sao.loop import Commit, Outcome, Parts, Start
+from sao.models.load import load_folder, save_model
+from sao.observe.metrics import Metrics
+from sao.orchestrator import Orchestrator
+from sao.pipeline.baselines import make_baseline
+from sao.resume import start_from
+from sao.rollout.protocol import RolloutWorker
+from sao.rollout.worker import rollout_seed
+from sao.store.log import RolloutLogWriter, read
+from sao.store.records import Finished
+from sao.store.run_folder import Checkpoint, Manifest, RunFolder
+from sao.training.protocol import Trainer
+from sao.training.sft import fit_sft, render_trace
+from sao.types import Rollout
+
+Last = Literal["sft", "value_pretraining", "train"]
+"""The stage to stop after."""
+
+
+class Reporter(Protocol):
+    """Shows people what a run does."""
+
+    def say(self, text: str) -> None:
+        """A line."""
+        ...
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """How far long work has come; done = total ends it."""
+        ...
+
+    def row(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
+        """A row of metrics was written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What every later stage reads."""
+
+    config: RunConfig
+    folder: RunFolder
+    tokenizer: Path
+    model: Path
+    """Weights that training starts from."""
+    reporter: Reporter
+
+    def emit(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
+        """Write a row of metrics.jsonl, and show it."""
+        values = {key: metric.value for key, metric in metrics.items()}
+        self.folder.write_metrics({"step": step, "version": version, "stage": stage, **values})
+        self.reporter.row(step, version, stage, metrics)
+
+
+def run_stages(
+    config: RunConfig,
+    folder: RunFolder,
+    reporter: Reporter,
+    *,
+    last: Last = "train",
+    checkpoint: Checkpoint | None = None,
+) -> Outcome | None:
+    """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it."""
+    tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
+    model = prepare_model(config, tokenizer, folder.path / "start")
+    prepared = Prepared(config=config, folder=folder, tokenizer=tokenizer, model=model, reporter=reporter)
+    if config.sft:
+        prepared = run_sft(prepared)
+    if last == "sft":
+        return None
+    run = train_run(prepared, checkpoint or folder.latest_checkpoint(), last=last)
+    return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
+
+
+def run_sft(prepared: Prepared) -> Prepared:
+    """Fine-tune the starting policy, stage by stage, and keep the result in sft/model."""
+    config, target = prepared.config, prepared.folder.path / "sft" / "model"
+    tuned = Prepared(
+        config=config,
+        folder=prepared.folder,
+        tokenizer=prepared.tokenizer,
+        model=target,
+        reporter=prepared.reporter,
+    )
+    if target.is_dir():
+        return tuned
+    torch.set_num_threads(config.sft_threads)
+    actor = load_folder(prepared.model, dtype=getattr(torch, config.model.dtype), attention=config.model.attention)
+    renderer = make_renderer(config, prepared.tokenizer)
+    for number, stage in enumerate(config.sft, start=1):
+        name = f"sft {number} of {len(config.sft)}"
+        prepared.reporter.say(f"{name}: collecting traces")
+        traces = sft_traces(config, stage, number)
+        examples = [render_trace(trace.messages, renderer, renderer.encode_action) for trace in traces]
+        steps = fit_sft(
+            actor, examples, stage.fit, seed=config.seed,
+            progress=lambda done, total, metrics, name=name: prepared.reporter.progress(
+                name, done, total, f"loss {metrics['sft/loss'].value:.3f}"
+            ),
+        )  # fmt: skip
+        for step, metrics in enumerate(steps, start=1):
+            if step % 10 == 0 or step == len(steps):
+                prepared.folder.write_metrics(
+                    {"step": step, "version": 0, "stage": f"sft_{number}", **{k: m.value for k, m in metrics.items()}}
+                )
+    draft = target.with_name("model.partial")
+    save_model(actor, draft)
+    draft.rename(target)
+    prepared.folder.write_event(f"sft done: {len(config.sft)} stages")
+    return tuned
+
+
+def sft_traces(config: RunConfig, stage: SftStageConfig, number: int) -> list[Trace]:
+    """Traces of a stage: from its file, or demonstrations. Raises ValueError if there is none."""
+    if stage.traces:
+        traces = [trace for trace in read_traces(Path(stage.traces)) if trace.reward > 0 or not stage.only_right]
+    else:
+        traces = demonstrate(
+            make_source(config.tasks, "sft", seed=config.seed),
+            lambda clock: make_world(config.environment, config.tasks, clock, seed=config.seed).make_environment(),
+            make_expert(config.tasks, stage.noise, seed=config.seed),
+            count=stage.demonstrations,
+            max_turns=config.rollout.max_turns,
+            only_right=stage.only_right,
+        )
+    if not traces:
+        raise ValueError(f"stage {number} of sft has no traces left; check sft.traces and sft.only_right")
+    return traces
+
+
+async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: Last) -> Outcome | None:
+    """Value pretraining, if it is not done, and training."""
+    config, folder = prepared.config, prepared.folder
+    clock: Clock = VirtualClock() if config.clock == "virtual" else RealClock()
+    clock.now()
+    async with AsyncExitStack() as stack:
+        trainer = make_trainer(config, clock, prepared.model, folder.snapshots)
+        stack.push_async_callback(trainer.stop)
+        engine = await make_engine(config, clock, prepared.model)
+        stack.push_async_callback(engine.stop)
+        worker, world = await make_worker(config, clock, engine, prepared.tokenizer, purpose="training")
+        stack.push_async_callback(worker.stop)
+        if world is not None:
+            stack.callback(world.stop)
+        log = RolloutLogWriter(folder.log, inline=clock.virtual)
+        stack.callback(log.close)
+
+        async def commit(record: Commit) -> None:
+            await commit_run(folder, trainer, record)
+
+        start = Start()
+        if checkpoint is not None:
+            await trainer.load(str(checkpoint.path / "trainer"))
+            start = start_from(checkpoint, folder.log, group_size=config.loop.group_size)
+            folder.write_event(f"resumed at step {start.step}, version {start.version}")
+        elif config.value_pretraining is not None:
+            await pretrain_values(prepared, clock, trainer, engine, worker)
+        if checkpoint is None:
+            # The first commit: from here on a run can be resumed without repeating the stages before.
+            await commit(Commit(step=0, version=0, consumed=(), baseline={}, accounts={}))
+        if last == "value_pretraining":
+            return None
+        evaluator = await make_evaluator(config, clock, prepared.tokenizer, prepared.reporter, folder)
+        stack.push_async_callback(evaluator.stop)
+        parts = Parts(
+            clock=clock,
+            source=make_source(config.tasks, "train", seed=config.seed),
+            worker=worker,
+            engine=engine,
+            trainer=trainer,
+            baseline=make_baseline(config.baseline),
+            log=log,
+            commit=commit,
+            evaluate=evaluator,
+            evaluate_every=config.evaluation.every_steps,
+            emit=prepared.emit,
+            prune=evaluator.prune,
+        )
+        orchestrator = Orchestrator(parts, config.loop, start, seed=config.seed)
+        if not clock.virtual:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt(orchestrator, prepared.reporter))
+        outcome = await orchestrator.run()
+        folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
+        return outcome
+
+
+def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], None]:
+    """First Ctrl-C: finish the step and commit. Second: stop at once."""
+    task = asyncio.current_task()
+    asked = False
+
+    def interrupt() -> None:
+        nonlocal asked
+        if asked and task is not None:
+            task.cancel()
+        elif not asked:
+            asked = True
+            reporter.say("stopping: finishing the step and committing it (Ctrl-C again stops at once)")
+            orchestrator.stop()
+
+    return interrupt
+
+
+async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit) -> None:
+    """Save the trainer and rename the checkpoint into place."""
+    draft = folder.begin_checkpoint(record.step)
+    (draft / "trainer").mkdir()
+    await trainer.save(str(draft / "trainer"))
+    manifest = Manifest(
+        step=record.step,
+        version=record.version,
+        consumed=record.consumed,
+        baseline=record.baseline,
+        counters=record.accounts,
+    )
+    folder.commit_checkpoint(draft, manifest)
+
+
+async def pretrain_values(
+    prepared: Prepared, clock: Clock, trainer: Trainer, engine: Engine, worker: RolloutWorker
+) -> None:
+    """Fit the critic to returns of the starting policy's rollouts, logged first."""
+    config, folder = prepared.config, prepared.folder
+    stage = config.value_pretraining
+    assert stage is not None
+    if stage.logged:
+        rollouts = logged_rollouts(Path(stage.logged))[: stage.rollouts]
+        if not rollouts:
+            raise ValueError(f"value_pretraining.logged: there is no trainable rollout in {stage.logged}")
+    else:
+        await engine.load(await trainer.publish_initial(0, None))
+        rollouts = await collect_rollouts(prepared, clock, worker, stage.rollouts)
+    prepared.reporter.say(f"value pretraining on {len(rollouts)} rollouts")
+    metrics = await trainer.fit_values(rollouts)
+    prepared.emit(0, 0, "value_pretraining", metrics)
+    folder.write_event(f"value pretraining done: {len(rollouts)} rollouts")
+
+
+def logged_rollouts(log: Path) -> list[Rollout]:
+    """Finished, trainable rollouts of a log, in completion order."""
+    records = (record for record in read(log) if isinstance(record, Finished))
+    return [record.rollout for record in records if record.rollout.trainable]
+
+
+async def collect_rollouts(prepared: Prepared, clock: Clock, worker: RolloutWorker, count: int) -> list[Rollout]:
+    """Rollouts of the starting policy on tasks of the sft stream, logged as they finish, those of an earlier try kept."""
+    config = prepared.config
+    path = prepared.folder.path / "value_pretraining" / "log"
+    path.mkdir(parents=True, exist_ok=True)
+    done = {rollout.task_id: rollout for rollout in logged_rollouts(path)}
+    log = RolloutLogWriter(path, inline=clock.virtual)
+    source = make_source(config.tasks, "sft", seed=config.seed + 1)
+    slots = asyncio.Semaphore(config.loop.concurrency)
+    finished = list(done.values())
+
+    async def play(index: int) -> None:
+        task = source.at(index)
+        if task is None or task.id in done:
+            return
+        async with slots:
+            seed = rollout_seed(config.seed, f"value pretraining {task.id}", 0)
+            rollout = await worker.run(task, group_id=task.id, attempt=0, seed=seed)
+        if rollout.trainable:
+            log.append(Finished(rollout=rollout, position=len(finished)))
+            finished.append(rollout)
+        prepared.reporter.progress("rollouts for value pretraining", len(finished), count)
+
+    try:
+        await asyncio.gather(*(play(index) for index in range(count)))
+        await log.durable()
+    finally:
+        log.close()
+    if len(finished) < max(2, count // 2):
+        raise ValueError(
+            f"only {len(finished)} of {count} rollouts for value pretraining can be trained on; look at the "
+            "environment with `sao rollout` first"
+        )
+    return finished

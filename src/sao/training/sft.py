@@ -1,0 +1,164 @@
+"""Supervised fine-tuning on traces: the policy's own tokens are trained, everything else is context.
+
+T tokens of an example.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from sao.models.scoring import action_logprobs
+from sao.observe.metrics import Metric, last
+from sao.pipeline.packing import pack, shuffled_batches
+from sao.rollout.protocol import Renderer
+from sao.training.optimiser import Decay, Optimiser, Progress, learning_rate
+from sao.training.passes import forward_inputs, set_activation_checkpointing, to_tensor
+from sao.training.protocol import TrainerError
+from sao.types import BoolArray, GenerationStop, IntArray, Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """One stage of supervised fine-tuning. Several stages are several calls, each with its own examples."""
+
+    epochs: int = 1
+    """Passes over the examples; `steps` overrides it where it is not 0."""
+    steps: int = 0
+    """Updates in all; 0 takes the number from `epochs`."""
+    batch_size: int = 32
+    """Examples per update."""
+    lr: float = 2e-5
+    """Peak learning rate. Usual for a pretrained model; small models from scratch need 1e-3 and more."""
+    warmup_steps: int = 10
+    """Updates over which the rate rises."""
+    decay: Decay = "cosine"
+    """How the rate falls to 0 after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments; as in the trainer."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+    micro_batch_tokens: int = 4096
+    """Tokens packed into one forward pass. Bounds memory; changes no result but for rounding."""
+    logprob_chunk_tokens: int = 1024
+    """Trained tokens whose logits exist at once. Bounds memory; changes no result but for rounding."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
+    max_skipped_in_a_row: int = 3
+    """Updates in a row with a gradient that is not finite after which the stage stops."""
+
+    def __post_init__(self) -> None:
+        positive = ("batch_size", "lr", "grad_clip", "micro_batch_tokens", "logprob_chunk_tokens")
+        for name in (*positive, "max_skipped_in_a_row"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"sft.{name} is {getattr(self, name)}; it must be above 0")
+        for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"sft.{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SftExample:
+    """A trace as tokens."""
+
+    token_ids: IntArray
+    """(T,)"""
+    action_mask: BoolArray
+    """(T,); True where the policy is to learn the token; never at token 0."""
+
+
+def render_trace(messages: Sequence[Message], renderer: Renderer, encode: Callable[[str], Sequence[int]]) -> SftExample:
+    """A conversation as the tokens an episode would have had: its assistant messages are the actions.
+
+    `encode` gives an assistant message's tokens, the stop token included. What follows the last assistant message is
+    left out. Raises ValueError for a conversation that does not open with something else, or has no assistant message.
+    """
+    places = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not places or places[0] == 0:
+        found = ", ".join(message.role for message in messages[:4]) or "nothing"
+        raise ValueError(f"a trace must be messages of the user or system and then of the assistant; it has {found}")
+    token_ids = list(renderer.open(messages[: places[0]]))
+    action_mask = [False] * len(token_ids)
+    for place, following in zip(places, [*places[1:], None], strict=True):
+        action = list(encode(messages[place].content))
+        token_ids += action
+        action_mask += [True] * len(action)
+        if following is not None:
+            observed = renderer.extend(action, GenerationStop.STOP_TOKEN, messages[place + 1 : following])
+            token_ids += observed
+            action_mask += [False] * len(observed)
+    return SftExample(token_ids=np.array(token_ids, np.int32), action_mask=np.array(action_mask, np.bool_))
+
+
+def fit_sft(
+    actor: PreTrainedModel,
+    examples: Sequence[SftExample],
+    config: SftConfig,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+) -> list[dict[str, Metric]]:
+    """Train the actor in place on the mean negative log-likelihood of each batch's action tokens.
+
+    Returns the metrics of every update. Raises ValueError if no example has an action token or one is longer than the
+    model takes, and TrainerError after too many gradients in a row that were not finite.
+    """
+    usable = [example for example in examples if example.action_mask.any()]
+    if not usable:
+        raise ValueError(f"none of {len(examples)} examples has a token to train on; check the traces' assistant turns")
+    longest = max(len(example.token_ids) for example in usable)
+    capacity = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
+    if capacity is not None and longest > capacity:
+        raise ValueError(f"an example has {longest} tokens, the model takes {capacity}; leave it out or shorten it")
+    set_activation_checkpointing(actor, config.activation_checkpointing)
+    actor.eval().requires_grad_(True)
+    optimiser = Optimiser(
+        actor.named_parameters(), betas=config.betas, weight_decay=config.weight_decay, grad_clip=config.grad_clip
+    )
+    num_steps = config.steps or config.epochs * math.ceil(len(usable) / config.batch_size)
+    history: list[dict[str, Metric]] = []
+    skipped = 0
+    for step, batch in zip(range(num_steps), shuffled_batches(usable, config.batch_size, seed), strict=False):
+        rate = learning_rate(
+            config.lr, step, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=num_steps
+        )
+        loss, tokens = _add_gradient(actor, batch, config)
+        outcome = optimiser.step(rate)
+        skipped = 0 if outcome.applied else skipped + 1
+        if skipped >= config.max_skipped_in_a_row:
+            raise TrainerError(
+                f"the gradient was not finite in the last {skipped} of {step + 1} updates of fine-tuning; lower sft.lr"
+            )
+        metrics = {
+            "sft/loss": last(loss),
+            "sft/tokens": last(tokens),
+            "sft/lr": last(rate),
+            "sft/grad_norm": last(outcome.grad_norm),
+        }
+        history.append(metrics)
+        if progress is not None:
+            progress(step + 1, num_steps, metrics)
+    return history
+
+
+def _add_gradient(actor: PreTrainedModel, batch: Sequence[SftExample], config: SftConfig) -> tuple[float, int]:
+    """Add the gradient of the batch's loss; the loss, and the number of trained tokens."""
+    tokens = sum(int(example.action_mask.sum()) for example in batch)
+    loss_sum = 0.0
+    for micro in pack(batch, config.micro_batch_tokens):
+        logprobs, _ = action_logprobs(
+            actor,
+            *forward_inputs(micro, actor.device),
+            to_tensor(micro.predictor_index, actor.device),
+            to_tensor(micro.target_ids, actor.device),
+            chunk_tokens=config.logprob_chunk_tokens,
+            with_entropy=False,
+        )
+        loss = -logprobs.sum() / tokens
+        loss.backward()
+        loss_sum += float(loss.detach())
+    return loss_sum, tokens

@@ -29,18 +29,15 @@ def length_adaptive_lambda(num_action_tokens: int, alpha: float) -> float:
 
 
 def skip_observation_gae(
-    rewards: list[float], values: list[float], is_action: list[bool], gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
-    """Advantages and returns of one rollout. Tool output is context, never a step: the loop passes it by."""
-    advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
-    next_value = next_advantage = 0.0
-    for t in reversed(range(len(rewards))):
-        if is_action[t]:
-            delta = rewards[t] + gamma * next_value - values[t]
-            advantages[t] = next_advantage = delta + gamma * lam * next_advantage
-            returns[t] = advantages[t] + values[t]
-            next_value = values[t]
-    return advantages, returns
+    rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (T,) of one rollout. Tool output is context, never a step: the loop passes it by."""
+    advantages, next_value, next_advantage = torch.zeros_like(values), 0.0, 0.0
+    for t in reversed(action_mask.nonzero()[:, 0].tolist()):
+        delta = float(rewards[t]) + gamma * next_value - float(values[t])
+        advantages[t] = next_advantage = delta + gamma * lam * next_advantage
+        next_value = float(values[t])
+    return advantages, torch.where(action_mask, advantages + values, 0.0)
 
 
 def whiten(advantages: Tensor, action_mask: Tensor, floor: float = 0.1) -> Tensor:
@@ -67,11 +64,9 @@ def value_loss(values: Tensor, returns: Tensor, action_mask: Tensor) -> Tensor:
     return 0.5 * torch.where(action_mask, values - returns, 0.0).square().sum() / action_mask.sum()
 
 
-def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns); NaN where all returns are equal: it is undefined, not 0."""
-    target = returns[action_mask]
-    variance = float(target.var(correction=0))
-    return 1 - float((target - values[action_mask]).var(correction=0)) / variance if variance > 1e-9 else math.nan
+    return 1 - float((returns - values).var() / returns.var()) if returns.max() > returns.min() else math.nan
 
 
 # ------------------------------------------------------------------------------------------------------ the model
@@ -101,15 +96,12 @@ class Model(nn.Module):
     def __init__(self, vocabulary: int, width: int = 48, layers: int = 2, heads: int = 4, longest: int = 64) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Outputs at t have seen tokens 0 to t."""
-        x = self.tokens(token_ids) + self.places.weight[: token_ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(self.tokens(token_ids) + self.places.weight[: token_ids.shape[1]])))
 
 
 def before(outputs: Tensor) -> Tensor:
@@ -126,10 +118,9 @@ def critic_from(actor: Model) -> Model:
     """A copy of the actor with a value head that starts at 0. Attention is frozen; everything else trains."""
     critic = copy.deepcopy(actor)
     critic.head = nn.Linear(actor.head.in_features, 1)
+    nn.init.zeros_(critic.head.weight), nn.init.zeros_(critic.head.bias)
     for name, parameter in critic.named_parameters():
         parameter.requires_grad_("attention" not in name)
-        if name.startswith("head"):
-            nn.init.zeros_(parameter)
     return critic
 
 
@@ -162,7 +153,7 @@ class Chain:
 
     def demonstrate(self) -> list[int]:
         """What a careless expert does next: a wrong key or an answer too early, now and then."""
-        key = self.keys[self.at] if self.rng.random() > 0.25 else self.rng.randrange(DIGITS)
+        key = self.keys[self.at] if self.rng.random() > 0.35 else self.rng.randrange(DIGITS)
         return [ANSWER if self.at == len(self.keys) - 1 or self.rng.random() < 0.05 else CALL, key, END]
 
 
@@ -179,7 +170,7 @@ class Token(NamedTuple):
 
 
 class Rollout:
-    """One episode of one task; no group."""
+    """One episode of one task."""
 
     def __init__(self, seed: str) -> None:
         self.chain = Chain(random.Random(seed))
@@ -262,23 +253,22 @@ def fine_tune(actor: Model, seed: int, steps: int) -> None:
 
 def targets(rollouts: list[Rollout], values: Tensor, mask: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """Advantages under the length-adaptive lambda, returns under the critic's lambda 1: (B, T) each."""
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages, returns, rewards = torch.zeros_like(values), torch.zeros_like(values), torch.zeros_like(values)
     for row, rollout in enumerate(rollouts):
-        is_action, v = mask[row].tolist(), values[row].tolist()
-        rewards = [0.0] * len(v)
-        rewards[int(mask[row].nonzero().max())] = rollout.reward  # on the last action token
-        lam = length_adaptive_lambda(sum(is_action), alpha)
-        advantages[row] = torch.tensor(skip_observation_gae(rewards, v, is_action, 1.0, lam)[0])
-        returns[row] = torch.tensor(skip_observation_gae(rewards, v, is_action, 1.0, 1.0)[1])
+        rewards[row, mask[row].nonzero().max()] = rollout.reward  # on the last action token
+        lam = length_adaptive_lambda(int(mask[row].sum()), alpha)
+        advantages[row] = skip_observation_gae(rewards[row], values[row], mask[row], gamma=1.0, lam=lam)[0]
+        returns[row] = skip_observation_gae(rewards[row], values[row], mask[row], gamma=1.0, lam=1.0)[1]
     return advantages, returns
 
 
-def train(seed=0, updates=160, sft_steps=200, value_steps=60, slots=128, batch=32, alpha=1.5, show=20) -> list[float]:
+def train(seed=0, updates=160, sft_steps=200, value_steps=100, slots=128, batch=32, alpha=1.5, show=20) -> list[float]:
     """All stages. Returns the mean reward of each SAO batch."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         actor = Model(DIGITS + 8)
     fine_tune(actor, seed, sft_steps)
+    print(f"fine-tuned on {64 * sft_steps} imperfect traces; next {batch * value_steps} rollouts for the critic")
     critic, flight, rewards, fits = critic_from(actor), Flight(seed, slots), list[float](), list[Tensor]()
     actor_optimiser = torch.optim.Adam(actor.parameters(), 1e-3, betas=(0.9, 0.95))
     critic_optimiser = torch.optim.Adam(critic.parameters(), 2e-3, betas=(0.9, 0.95))
@@ -298,8 +288,7 @@ def train(seed=0, updates=160, sft_steps=200, value_steps=60, slots=128, batch=3
         for _ in range(2):  # K = 2, with a gradient clip of its own
             descend(critic_optimiser, value_loss(before(critic(ids))[..., 0], returns, mask), 10.0)
         if step >= 0 and (step % show == 0 or step == updates - 1):
-            age, fit = (step - versions[mask]).float(), torch.cat(fits[-show:], 1)
-            fit = explained_variance(fit[0], fit[1], torch.ones_like(fit[0], dtype=torch.bool))
+            age, fit = (step - versions[mask]).float(), explained_variance(*torch.cat(fits[-show:], 1))
             masked = float(((ratio[mask] <= 0.7) | (ratio[mask] >= 6.0)).float().mean())
             print(f"update {step:4d}  reward {sum(rewards[-show:]) / len(rewards[-show:]):.2f}  "
                   f"age of tokens: mean {age.mean():.1f}, max {age.max():.0f}  masked {masked:.1%}  "

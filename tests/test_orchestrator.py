@@ -21,6 +21,9 @@ from sao.training.scripted import ScriptedTrainer
 from sao.types import FailureKind, Rollout, Sequence, Snapshot, StopReason, Task, Timings
 
 
+START = Snapshot(version=0, parent=None, location="", checksum="")
+
+
 @dataclass
 class ListLog:
     """Keeps records; durable at once."""
@@ -172,7 +175,7 @@ async def run_loop(
         ),
         prune=lambda versions: None,
     )
-    setting.outcome = await Orchestrator(parts, config, start or Start(), seed=0).run()
+    setting.outcome = await Orchestrator(parts, config, start or Start(), START, seed=0).run()
     return setting
 
 
@@ -338,7 +341,7 @@ def test_stopping_finishes_the_step_and_commits():
             trainer=trainer, baseline=CriticBaseline(), log=ListLog(), commit=commit, evaluate=None, evaluate_every=10,
             emit=lambda *row: None, prune=lambda versions: None,
         )  # fmt: skip
-        orchestrator = Orchestrator(parts, loop_config(steps=1000), Start(), seed=0)
+        orchestrator = Orchestrator(parts, loop_config(steps=1000), Start(), START, seed=0)
         asyncio.get_running_loop().call_later(20.5, orchestrator.stop)
         return await orchestrator.run(), commits
 

@@ -1,6 +1,10 @@
 """The only file that turns a configuration into objects (those of the world stand in envs/select.py)."""
 
+import os
+import platform
+import subprocess
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -13,6 +17,7 @@ from sao.engines.protocol import Engine
 from sao.envs.select import World, make_world
 from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_tokenizer, save_model
+from sao.rollout.parts import worker_parts
 from sao.rollout.process import ProcessWorkers, ProcessWorkersConfig
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.renderer import ChatRenderer, load_renderer
@@ -23,6 +28,7 @@ from sao.training.inline import InlineTrainer
 from sao.training.process import ProcessTrainer
 from sao.training.protocol import Trainer
 from sao.training.weights import SnapshotStore
+from sao.types import Snapshot
 
 
 def prepare_tokenizer(config: RunConfig, target: Path) -> Path:
@@ -50,7 +56,7 @@ def prepare_model(config: RunConfig, tokenizer: Path, target: Path) -> Path:
         return Path(config.model.path)
     if not (target / "config.json").is_file():
         renderer = make_renderer(config, tokenizer)
-        model = load_causal_lm(config.model, seed=config.seed, tokenizer_size=renderer.vocabulary_size)
+        model = load_causal_lm(config.model, seed=config.seed, tokenizer_size=renderer.vocab_size)
         draft = target.with_name(target.name + ".partial")
         save_model(model, draft)
         draft.rename(target)
@@ -64,16 +70,16 @@ def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerC
     critic = None
     if config.algorithm.advantage != "given":
         backbone = load_folder(model, dtype=dtype, attention=config.model.attention)
-        critic = Critic(backbone, freeze=config.trainer.freeze)
-    value_pretraining = config.value_pretraining.fit if config.value_pretraining else None
+        critic = Critic(backbone.base_model, freeze=config.trainer.freeze)
     core = TrainerCore(
         actor=actor,
         critic=critic,
         config=config.trainer,
         algorithm=config.algorithm,
-        value_pretraining=value_pretraining,
+        value_pretraining=config.value_pretraining.fit if config.value_pretraining else None,
+        seed=config.seed,
     )
-    return core, SnapshotStore(snapshots)
+    return core, SnapshotStore(snapshots, keep=config.trainer.keep_snapshots)
 
 
 def make_trainer(config: RunConfig, clock: Clock, model: Path, snapshots: Path) -> Trainer:
@@ -84,12 +90,11 @@ def make_trainer(config: RunConfig, clock: Clock, model: Path, snapshots: Path) 
     return ProcessTrainer(build, threads=config.trainer.threads, timeout_s=config.trainer.step_timeout_s)
 
 
-async def make_engine(config: RunConfig, clock: Clock, model: Path) -> Engine:
-    """In its own process in real time, inline with its own weights in virtual time."""
+async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot) -> Engine:
+    """Holding `snapshot`: in its own process in real time, inline with its own weights in virtual time."""
     if clock.virtual:
-        weights = load_folder(model, dtype=getattr(torch, config.engine.dtype), attention=config.model.attention)
-        return LocalEngine(weights, clock, config.engine, config.engine_cost)
-    return await ProcessEngine.start(str(model), config.engine)
+        return LocalEngine.from_snapshot(snapshot, clock, config.engine, config.engine_cost)
+    return await ProcessEngine.start(snapshot, config.engine)
 
 
 async def make_worker(
@@ -118,3 +123,39 @@ async def make_worker(
     world = make_world(config.environment, config.tasks, clock, seed=config.seed)
     renderer = make_renderer(config, tokenizer)
     return LocalWorker(world.make_environment, engine, renderer, clock, config.rollout, purpose=purpose), world
+
+
+def describe_machine(config: RunConfig, command: list[str]) -> dict[str, object]:
+    """Versions and machine, for the run folder: what someone needs to run it again."""
+    names = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "pydantic", "math-verify")
+    return {
+        "command": " ".join(["sao", *command[1:]]),
+        "sao": metadata.version("sao"),
+        "commit": _commit(),
+        "packages": {name: metadata.version(name) for name in names},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "seed": config.seed,
+    }
+
+
+def _commit() -> str:
+    """The source's commit, where it is a git checkout; "+" marks uncommitted changes."""
+    try:
+        commit, changes = (
+            subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "") if commit.returncode == 0 else "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -22,7 +22,7 @@ from sao.preflight import preflight
 from sao.progress import ConsoleReporter
 from sao.stages import Last, run_stages
 from sao.store.log import LogWriteError
-from sao.store.run_folder import RunFolder, read_checkpoint
+from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
 from sao.training.protocol import TrainerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)

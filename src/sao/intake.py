@@ -120,7 +120,7 @@ class Intake:
     # The loops.
 
     async def feed(self) -> None:
-        """Takes tasks from the source; gives running rollouts. Waits for a slot to run in, or a place and fresh weights.
+        """Takes tasks from the source; gives running rollouts. Waits for a slot to run in, or a place and new weights.
 
         Woken by rollouts that end, batches that are released, and weights that arrive.
         """

@@ -33,8 +33,8 @@ class LoopConfig:
     concurrency: int = 128
     """Rollouts running at once."""
     max_batches_ahead: int = 4
-    """eta: at most (eta + 1) * batch_size rollouts are in the system, and the engine is at most eta versions behind when
-    one is admitted. 0 is synchronous."""
+    """eta: at most (eta + 1) * batch_size rollouts are in the system, and the engine is at most eta versions behind
+    when one is admitted. 0 is synchronous."""
     over_age: Literal["train", "drop", "wait"] = "train"
     """What happens to rollouts older than max_age: DIS decides token by token, they are dropped (and counted), or the
     trainer holds its next update until none is running that would become so."""

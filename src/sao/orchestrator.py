@@ -37,8 +37,10 @@ from sao.types import Batch, Rollout, Snapshot
 class Orchestrator:
     """One run, from a start to an outcome. Single use; make it on the loop that runs it."""
 
-    def __init__(self, parts: Parts, config: LoopConfig, start: Start, *, seed: int) -> None:
-        self._parts, self._config, self._start = parts, config, start
+    def __init__(self, parts: Parts, config: LoopConfig, start: Start, snapshot: Snapshot, *, seed: int) -> None:
+        """`snapshot` holds the starting weights, under the number `start.version`."""
+        assert snapshot.version == start.version, "the snapshot is of another version than the start"
+        self._parts, self._config = parts, config
         self._clock = parts.clock
         self._changed = Signal()
         self._tree = VersionTree()
@@ -46,7 +48,7 @@ class Orchestrator:
             self._tree.add(version, parent)
         self._highest = max(start.highest, self._tree.highest)
         self._step, self._version, self._engine_version = start.step, start.version, -1
-        self._newest: Snapshot | None = None
+        self._newest = snapshot
         self._consumed = list(start.consumed)
         parts.baseline.load(start.baseline)
         self._wanted: asyncio.Future[Batch | None] | None = None
@@ -191,12 +193,9 @@ class Orchestrator:
         }
 
     async def _publish_start(self) -> None:
-        """Put the starting weights, under their own number, on the engine."""
-        parent = dict(self._start.edges)[self._start.version]
-        async with self._limit(self._config.trainer_timeout_s, "the first snapshot"):
-            snapshot = await self._parts.trainer.publish_initial(self._start.version, parent)
-        await self._publish(snapshot)
-        await self._load(snapshot)
+        """Put the starting weights, under their own number, on record and on the engine."""
+        await self._publish(self._newest)
+        await self._load(self._newest)
         if self._step == 0:
             self._request_evaluation()
 
@@ -217,8 +216,7 @@ class Orchestrator:
     async def deliver(self) -> None:
         """Takes published weights; gives them to the engine, the newest first, older ones never. Woken by train."""
         while True:
-            await self._changed.until(lambda: self._newest is not None and self._newest.version != self._engine_version)
-            assert self._newest is not None
+            await self._changed.until(lambda: self._newest.version != self._engine_version)
             await self._load(self._newest)
             self._changed.notify()
 
@@ -233,7 +231,6 @@ class Orchestrator:
 
     def _request_evaluation(self) -> None:
         if self._parts.evaluate is not None:
-            assert self._newest is not None
             self._pinned.append(self._newest.version)
             self._evaluations.put_nowait((self._newest, self._step))
 

@@ -18,21 +18,13 @@ from typing import Literal, Protocol
 
 import torch
 
-from sao.build import (
-    make_engine,
-    make_evaluator,
-    make_renderer,
-    make_trainer,
-    make_worker,
-    prepare_model,
-    prepare_tokenizer,
-)  # fmt: skip
+from sao.build import make_engine, make_renderer, make_trainer, make_worker, prepare_model, prepare_tokenizer
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.config import RunConfig, SftStageConfig
-from sao.engines.protocol import Engine
 from sao.envs.demonstrations import demonstrate
 from sao.envs.select import make_expert, make_source, make_world
 from sao.envs.traces import Trace, read_traces
+from sao.evaluator import Evaluator
 from sao.loop import Commit, Outcome, Parts, Start
 from sao.models.load import load_folder, save_model
 from sao.observe.metrics import Metrics
@@ -170,7 +162,13 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
     async with AsyncExitStack() as stack:
         trainer = make_trainer(config, clock, prepared.model, folder.snapshots)
         stack.push_async_callback(trainer.stop)
-        engine = await make_engine(config, clock, prepared.model)
+        start = Start()
+        if checkpoint is not None:
+            await trainer.load(str(checkpoint.path / "trainer"))
+            start = start_from(checkpoint, folder.log, group_size=config.loop.group_size)
+            folder.write_event(f"resumed at step {start.step}, version {start.version}")
+        snapshot = await trainer.publish_initial(start.version, dict(start.edges)[start.version])
+        engine = await make_engine(config, clock, snapshot)
         stack.push_async_callback(engine.stop)
         worker, world = await make_worker(config, clock, engine, prepared.tokenizer, purpose="training")
         stack.push_async_callback(worker.stop)
@@ -182,19 +180,14 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         async def commit(record: Commit) -> None:
             await commit_run(folder, trainer, record)
 
-        start = Start()
-        if checkpoint is not None:
-            await trainer.load(str(checkpoint.path / "trainer"))
-            start = start_from(checkpoint, folder.log, group_size=config.loop.group_size)
-            folder.write_event(f"resumed at step {start.step}, version {start.version}")
-        elif config.value_pretraining is not None:
-            await pretrain_values(prepared, clock, trainer, engine, worker)
         if checkpoint is None:
+            if config.value_pretraining is not None:
+                await pretrain_values(prepared, clock, trainer, worker)
             # The first commit: from here on a run can be resumed without repeating the stages before.
             await commit(Commit(step=0, version=0, consumed=(), baseline={}, accounts={}))
         if last == "value_pretraining":
             return None
-        evaluator = await make_evaluator(config, clock, prepared.tokenizer, prepared.reporter, folder)
+        evaluator = Evaluator(config, clock, prepared.tokenizer, prepared.reporter.progress)
         stack.push_async_callback(evaluator.stop)
         parts = Parts(
             clock=clock,
@@ -208,9 +201,9 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             evaluate=evaluator,
             evaluate_every=config.evaluation.every_steps,
             emit=prepared.emit,
-            prune=evaluator.prune,
+            prune=lambda versions: None,
         )
-        orchestrator = Orchestrator(parts, config.loop, start, seed=config.seed)
+        orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
         if not clock.virtual:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt(orchestrator, prepared.reporter))
         outcome = await orchestrator.run()
@@ -250,9 +243,7 @@ async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit) -> Non
     folder.commit_checkpoint(draft, manifest)
 
 
-async def pretrain_values(
-    prepared: Prepared, clock: Clock, trainer: Trainer, engine: Engine, worker: RolloutWorker
-) -> None:
+async def pretrain_values(prepared: Prepared, clock: Clock, trainer: Trainer, worker: RolloutWorker) -> None:
     """Fit the critic to returns of the starting policy's rollouts, logged first."""
     config, folder = prepared.config, prepared.folder
     stage = config.value_pretraining
@@ -262,7 +253,6 @@ async def pretrain_values(
         if not rollouts:
             raise ValueError(f"value_pretraining.logged: there is no trainable rollout in {stage.logged}")
     else:
-        await engine.load(await trainer.publish_initial(0, None))
         rollouts = await collect_rollouts(prepared, clock, worker, stage.rollouts)
     prepared.reporter.say(f"value pretraining on {len(rollouts)} rollouts")
     metrics = await trainer.fit_values(rollouts)
@@ -277,7 +267,7 @@ def logged_rollouts(log: Path) -> list[Rollout]:
 
 
 async def collect_rollouts(prepared: Prepared, clock: Clock, worker: RolloutWorker, count: int) -> list[Rollout]:
-    """Rollouts of the starting policy on tasks of the sft stream, logged as they finish, those of an earlier try kept."""
+    """Rollouts of the starting policy on tasks of the sft stream, logged; those of an earlier try are kept."""
     config = prepared.config
     path = prepared.folder.path / "value_pretraining" / "log"
     path.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from rollout_fakes import PlayedEngine, PlayedEnvironment, byte_renderer, byte_t
 
 from sao.clock import RealClock, VirtualClock, run_virtual
 from sao.engines.protocol import EngineError
+from sao.engines.scripted import ScriptedEngine
 from sao.envs.protocol import Step, WorldError
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.rollout.worker import LocalWorker, RolloutConfig, rollout_id, rollout_seed
@@ -236,12 +237,12 @@ def test_a_time_limit_is_the_policys_only_if_its_own_tool_used_the_time_up() -> 
     """Bug: a slow engine or grader is trained as a failure of the policy."""
 
     async def slow(tool_seconds: float) -> Step:
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(0.6)
         return tool("x", tool_seconds=tool_seconds)
 
-    rollout, _ = play_for_real(PlayedEnvironment([lambda: slow(0.12)]), engine_seconds=0.0, timeout_s=0.1)
+    rollout, _ = play_for_real(PlayedEnvironment([lambda: slow(0.6)]), engine_seconds=0.0, timeout_s=0.5)
     assert (rollout.stop_reason, rollout.failure) == (StopReason.TIMEOUT, FailureKind.POLICY)
-    rollout, _ = play_for_real(PlayedEnvironment([lambda: slow(0.0)]), engine_seconds=0.0, timeout_s=0.1)
+    rollout, _ = play_for_real(PlayedEnvironment([lambda: slow(0.0)]), engine_seconds=0.0, timeout_s=0.5)
     assert (rollout.stop_reason, rollout.failure) == (StopReason.TIMEOUT, FailureKind.INFRASTRUCTURE)
 
     rollout, engine = play_for_real(PlayedEnvironment([]), engine_seconds=5.0, timeout_s=0.05)
@@ -282,23 +283,18 @@ def test_a_real_game_is_the_same_every_time() -> None:
     """Bug: something in the worker draws from a shared generator or reads the wall clock in virtual time."""
     digits = {str(digit): TOKENIZER.token_to_id(str(digit)) for digit in range(10)}
 
-    class Halving(PlayedEngine):
-        async def generate(self, token_ids: Any, *, max_tokens: int, sampling: Any, session: str) -> Any:
-            text = TOKENIZER.decode(list(token_ids))
-            low, high, guess = 1, 9, 5
-            for hint in [word for word in text.split() if word in ("higher", "lower")]:
-                low, high = (guess + 1, high) if hint == "higher" else (low, guess - 1)
-                guess = (low + high) // 2
-            await self.clock.sleep(0.5)
-            yield chunk([digits[str(guess)]], version=1)
-            yield chunk([END], version=2, stop=STOP)
+    def halve(token_ids: Sequence[int], _: str) -> list[int]:
+        low, high, guess = 1, 9, 5
+        for hint in [word for word in TOKENIZER.decode(list(token_ids)).split() if word in ("higher", "lower")]:
+            low, high = (guess + 1, high) if hint == "higher" else (low, guess - 1)
+            guess = (low + high) // 2
+        return [digits[str(guess)], END]
 
     async def main() -> list[Rollout]:
         clock = VirtualClock()
         games = GuessTasks(GuessConfig(), seed=3)
-        worker = LocalWorker(
-            lambda: GuessEnvironment(GuessConfig()), Halving(clock, []), RENDERER, clock, RolloutConfig()
-        )
+        engine = ScriptedEngine(halve, clock, token_seconds=0.25, version=4)
+        worker = LocalWorker(lambda: GuessEnvironment(GuessConfig()), engine, RENDERER, clock, RolloutConfig())
         tasks = [games.at(index) for index in range(12)]
         runs = [worker.run(t, group_id=t.id, attempt=0, seed=rollout_seed(5, t.id, 0)) for t in tasks if t]
         return list(await asyncio.gather(*runs))
@@ -306,6 +302,7 @@ def test_a_real_game_is_the_same_every_time() -> None:
     first, second = run_virtual(main()), run_virtual(main())
     assert [rollout.reward for rollout in first] == [1.0] * 12
     assert len({rollout.num_turns for rollout in first}) > 1
+    assert first[0].timings.finished == 0.5 * first[0].num_turns
     for one, other in zip(first, second, strict=True):
         assert one.timings == other.timings
         for name in ("token_ids", "action_mask", "rollout_logprobs", "policy_versions", "rewards", "turns"):

@@ -17,6 +17,8 @@ from sao.algorithm.diagnostics import PolicyDiagnostics, policy_diagnostics
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before exp: far outside every band, and finite in float32."""
+MIN_LOGPROB = -1e4
+"""Log-probs are held above this in a difference, so that -inf minus -inf is 0."""
 
 
 def dis_policy_loss(
@@ -239,8 +241,9 @@ def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, na
     if name == "rollout_logprobs" and not torch.isfinite(other).all():
         row, token = (int(i) for i in (~torch.isfinite(other)).nonzero()[0])
         raise ValueError(f"{name} of row {row}, token {token} is {float(other[row, token])}; it must be finite")
-    actor = torch.where(action_mask, _at_least_float32(actor_logprobs), 0.0)
-    return (actor - _at_least_float32(other)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    actor = torch.where(action_mask, _at_least_float32(actor_logprobs), 0.0).clamp(min=MIN_LOGPROB)
+    other = _at_least_float32(other).clamp(min=MIN_LOGPROB)
+    return (actor - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _weighted_log_likelihood(

@@ -127,6 +127,6 @@ class RowCache(Cache):
         """Columns that the next forward sees: all positions are given explicitly."""
         return self._longest
 
-    def get_max_length(self) -> int:
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
         """The longest context."""
         return self.columns

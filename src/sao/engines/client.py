@@ -18,6 +18,9 @@ from sao.clock import WaitTimeoutError, limit
 from sao.engines.protocol import EngineError, EngineHealth, Sampling
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
+SETTINGS, SOCKET, READY, ERROR = "settings.json", "engine.sock", "ready", "error.txt"
+"""Files of the private folder that an engine process shares with whoever started it."""
+
 
 class JsonLines(asyncio.Protocol):
     """One JSON object per line, both ways."""

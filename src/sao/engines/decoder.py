@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from sao.engines.cache import ATTENTION, RowCache, cache_argument
 from sao.engines.protocol import EngineError, Sampling
 from sao.engines.sampling import draw, keyed_uniforms
-from sao.models.load import named_weights
+from sao.models.load import named_weights, output_head
 from sao.types import GenerationStop, TokenChunk
 
 LENGTH, CACHED, EMITTED, LIMIT, CEILING, SEED, OFFSET, KNOWN = range(8)
@@ -76,19 +76,17 @@ Delivery = tuple[Generation, TokenChunk]
 class Decoder:
     """Not thread-safe; every method leaves rows, cache and counters consistent, or raises for good."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, version: int, rows: int, max_context: int, flush_tokens: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, version: int, rows: int, max_context: int, flush_tokens: int) -> None:
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self._device, self._dtype = model.device, model.dtype
         self.version = version
         self.max_context = max_context
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self._head = output_head(model)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.generated_tokens = 0
         self.recomputed_tokens = 0
         self._backbone = model.base_model
-        self._head = model.get_output_embeddings()
         self._cache_argument = cache_argument(self._backbone)
         # One more row than sessions: the probe runs there.
         self._cache = RowCache(model, rows=rows + 1, columns=max_context)
@@ -183,7 +181,9 @@ class Decoder:
         return [
             self._chunk(seat, None)
             for seat in self._seats
-            if seat is not None and seat.generation and self._numbers[seat.row, LENGTH] > self._numbers[seat.row, EMITTED]
+            if seat is not None
+            and seat.generation
+            and self._numbers[seat.row, LENGTH] > self._numbers[seat.row, EMITTED]
         ]
 
     def replace_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

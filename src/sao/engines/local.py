@@ -3,79 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sao.clock import Clock
-from sao.engines.decoder import Decoder, Delivery, Generation, Plan
+from sao.engines.decoder import Decoder, Delivery, Generation
 from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.engines.settings import EngineConfig, EngineCost
 from sao.models.load import DTYPES, load_folder, read_weights
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The local engine."""
-
-    mode: Literal["recompute", "keep"] = "recompute"
-    """What becomes of cached tokens at a weight update. recompute rebuilds them, so that every later log-prob is the
-    trainer's for its version; keep goes on with them: faster, but the log-probs match no version."""
-    max_sessions: int = 64
-    """Sessions that hold a cache at once; more wait, or push out the one parked longest."""
-    max_context: int = 1024
-    """Longest prompt and answer of a session together, in tokens."""
-    threads: int = 1
-    """Torch threads of an engine in its own process; an inline engine shares its process's."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the engine's weights and cache; float32 agrees with a float32 trainer to 1e-4."""
-    flush_tokens: int = 16
-    """Tokens given out at once; a stop and a change of version give out what there is."""
-    probe_tolerance: float = 1e-3
-    """Largest accepted difference of a probe token's log-prob from the trainer's, in nats; bfloat16 needs about 0.3."""
-    prefill_tokens: int = 512
-    """Prompt tokens computed between two decode steps: more starts sessions sooner and delays the running ones."""
-    start_timeout_s: float = 180.0
-    """Seconds for an engine process to start and load its model; imports alone take ten on a busy machine."""
-    load_timeout_s: float = 120.0
-    """Seconds for an engine process to take new weights, or to answer at all."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_sessions", "threads", "flush_tokens", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_context < 2:
-            raise ValueError(f"engine.max_context is {self.max_context}; a prompt and an answer need at least 2 tokens")
-        for name in ("probe_tolerance", "start_timeout_s", "load_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCost:
-    """What the inline engine costs in virtual time, in seconds; the defaults are a tiny model's on one CPU core."""
-
-    step_seconds: float = 1.5e-3
-    """Of a decode step, whatever its size."""
-    token_seconds: float = 15e-6
-    """More for each session in the step."""
-    prefill_token_seconds: float = 10e-6
-    """More for each prompt token put into the cache before the step."""
-    load_seconds: float = 0.05
-    """To read new weights, while decoding goes on."""
-
-    def __post_init__(self) -> None:
-        for name in ("step_seconds", "token_seconds", "prefill_token_seconds", "load_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"engine cost {name} is {getattr(self, name)}; it must not be negative")
-
-    def of(self, plan: Plan) -> float:
-        """Seconds of one engine step."""
-        return self.step_seconds + self.token_seconds * plan.decoded + self.prefill_token_seconds * plan.prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +52,9 @@ class LocalEngine:
             raise ValueError(
                 f"engine.max_context is {self._config.max_context}, but the model knows {positions} positions"
             )
+        nn.Module.to(model, DTYPES[self._config.dtype])
         self._decoder = Decoder(
-            model.to(DTYPES[self._config.dtype]),
+            model,
             version=version,
             rows=self._config.max_sessions,
             max_context=self._config.max_context,
@@ -277,7 +219,8 @@ class LocalEngine:
                 self._admit_waiting()
                 plan = self._decoder.plan(self._config.prefill_tokens)
                 if plan.decoded or plan.fills:
-                    self._deliver(await self._compute(lambda plan=plan: self._decoder.step(plan), self._cost.of(plan)))
+                    cost = self._cost.of_step(plan.decoded, plan.prefilled)
+                    self._deliver(await self._compute(lambda plan=plan: self._decoder.step(plan), cost))
                 else:
                     await self._wake.wait()
         except Exception as error:  # whatever torch raises must reach every stream, or rollouts would hang
@@ -310,9 +253,7 @@ class LocalEngine:
             if len(generation.token_ids) >= self._config.max_context:
                 self._end_without_tokens(generation, GenerationStop.CONTEXT_FULL)
             elif not self._decoder.admit(generation):
-                # The rest keep their order, but a session that still has its row need not wait for one.
-                self._waiting.append(generation)
-                self._waiting += [later for later in waiting[place + 1 :] if not self._decoder.admit(later)]
+                self._waiting = waiting[place:]
                 return
 
     def _end_without_tokens(self, generation: Generation, stop: GenerationStop) -> None:
@@ -373,13 +314,15 @@ class LocalEngine:
         if len(tokens) < 2:
             return 0.0
         if len(expected) != len(tokens) - 1 or len(tokens) > self._config.max_context:
-            raise EngineError(f"the probe of version {snapshot.version} has {len(tokens)} tokens, {len(expected)} log-probs")
+            raise EngineError(
+                f"the probe of version {snapshot.version} has {len(tokens)} tokens, {len(expected)} log-probs"
+            )
         gap = float(np.abs(self._decoder.score(tokens) - np.array(expected, dtype=np.float32)).max())
         if not gap <= self._config.probe_tolerance:
             raise EngineError(
-                f"policy version {snapshot.version} fails its probe: log-probs differ from the trainer's by {gap:g}, more"
-                f" than engine.probe_tolerance {self._config.probe_tolerance:g}; the weights in {snapshot.location} are"
-                " not what the trainer scored, or the engine's dtype needs a wider tolerance"
+                f"policy version {snapshot.version} fails its probe: log-probs differ from the trainer's by {gap:g},"
+                f" more than engine.probe_tolerance {self._config.probe_tolerance:g}; the weights in"
+                f" {snapshot.location} are not what the trainer scored, or the engine's dtype needs a wider tolerance"
             )
         return gap
 

@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sao.engines.client import EngineClient
-from sao.engines.local import EngineConfig
+from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient
 from sao.engines.protocol import EngineError, EngineHealth, Sampling
-from sao.engines.serve import ERROR, READY, SETTINGS, SOCKET
+from sao.engines.settings import EngineConfig
 from sao.types import Snapshot, TokenChunk
 
 _STOP_SECONDS = 2.0
@@ -40,23 +39,7 @@ class ProcessEngine:
     async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None) -> "ProcessEngine":
         """Start a child that holds the snapshot, and wait for it. Raises EngineError when it fails or is too slow."""
         config = config or EngineConfig()
-        folder = Path(tempfile.mkdtemp(prefix="sao-engine-"))
-        if len(str(folder / SOCKET).encode()) > 100:
-            shutil.rmtree(folder)
-            raise EngineError(f"{folder} is too long a path for a Unix socket; set TMPDIR to a shorter one")
-        (folder / SETTINGS).write_text(json.dumps({"snapshot": asdict(snapshot), "config": asdict(config)}))
-        with (folder / "stderr").open("wb") as errors:
-            process = subprocess.Popen(
-                # -P keeps a folder of the working directory from posing as the package.
-                [sys.executable, "-P", "-m", "sao.engines.serve", str(folder), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": str(config.threads)},
-                # Out of the terminal's group: Ctrl-C reaches the parent alone, which then unwinds in its own order.
-                start_new_session=True,
-            )
-        engine = cls(process, folder, config)
+        engine = cls(*_launch(snapshot, config), config)
         try:
             await engine._wait_until_ready(config.start_timeout_s)
         except BaseException:
@@ -100,9 +83,8 @@ class ProcessEngine:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
-        deadline = time.monotonic() + _STOP_SECONDS
-        while self._process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -132,3 +114,24 @@ class ProcessEngine:
         code = self._process.poll()
         state = "still runs" if code is None else f"ended with {code}"
         return f"(process {self._process.pid} {state}{': ' + words if words else ''})"
+
+
+def _launch(snapshot: Snapshot, config: EngineConfig) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start the child; returns it and the private folder that holds its settings and its socket."""
+    folder = Path(tempfile.mkdtemp(prefix="sao-engine-"))
+    if len(str(folder / SOCKET).encode()) > 100:
+        shutil.rmtree(folder)
+        raise EngineError(f"{folder} is too long a path for a Unix socket; set TMPDIR to a shorter one")
+    (folder / SETTINGS).write_text(json.dumps({"snapshot": asdict(snapshot), "config": asdict(config)}))
+    with (folder / "stderr").open("wb") as errors:
+        process = subprocess.Popen(
+            # -P keeps a folder of the working directory from posing as the package.
+            [sys.executable, "-P", "-m", "sao.engines.serve", str(folder), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, "OMP_NUM_THREADS": str(config.threads)},
+            # Out of the terminal's group: Ctrl-C reaches the parent alone, which then unwinds in its own order.
+            start_new_session=True,
+        )
+    return process, folder

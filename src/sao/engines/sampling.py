@@ -58,7 +58,7 @@ def _tempered(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
     logits = logits.masked_fill(greedy & ~best, -torch.inf)
     cut = torch.nonzero(top_p != 1.0)[:, 0].to(logits.device)
     if len(cut):
-        ordered, places = logits[cut].softmax(1).sort(1, descending=True, stable=True)
+        ordered, places = torch.sort(logits[cut].softmax(1), dim=1, descending=True, stable=True)
         before = ordered.cumsum(1) - ordered
         outside = before >= top_p.to(logits.device, torch.float32)[cut, None]
         outside[:, 0] = False

@@ -57,7 +57,9 @@ class ScriptedEngine:
         if former is not None and not former.cancelled:
             raise ValueError(f"session {session!r} has a generation under way; a session has one at a time")
         if not len(token_ids) or max_tokens < 1:
-            raise ValueError(f"a generation needs a prompt (got {len(token_ids)} tokens) and max_tokens (got {max_tokens})")
+            raise ValueError(
+                f"a generation needs a prompt (got {len(token_ids)} tokens) and max_tokens (got {max_tokens})"
+            )
         stream = self._streams[session] = _Stream()
         try:
             reply, stop = self._cut(self._script(token_ids, session), len(token_ids), max_tokens, sampling)

@@ -20,20 +20,18 @@ from typing import Any
 import torch
 
 from sao.clock import RealClock
-from sao.engines.client import JsonLines
+from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, JsonLines
 from sao.engines.decoder import Generation
-from sao.engines.local import EngineConfig, LocalEngine
+from sao.engines.local import LocalEngine
 from sao.engines.protocol import EngineError, Sampling
+from sao.engines.settings import EngineConfig
 from sao.types import Snapshot, TokenChunk
-
-SETTINGS, SOCKET, READY, ERROR = "settings.json", "engine.sock", "ready", "error.txt"
-"""Files of the private folder that parent and child share."""
 
 
 def snapshot_from(fields: dict[str, Any]) -> Snapshot:
     """A snapshot from its JSON fields."""
-    tuples = {name: tuple(fields[name]) for name in ("probe_token_ids", "probe_logprobs")}
-    return Snapshot(**{**fields, **tuples})
+    probe: dict[str, Any] = {name: tuple(fields[name]) for name in ("probe_token_ids", "probe_logprobs")}
+    return Snapshot(**{**fields, **probe})
 
 
 class EngineServer:
@@ -96,7 +94,8 @@ class EngineServer:
 
     def _flush(self) -> None:
         chunks, self._outbox = self._outbox, []
-        self.lines.send({"chunks": chunks})
+        if chunks:
+            self.lines.send({"chunks": chunks})
 
     async def _load(self, number: int, snapshot: Snapshot) -> None:
         await self._reply(number, lambda: self._engine.load(snapshot))
@@ -113,13 +112,9 @@ class EngineServer:
         except EngineError as error:
             self._refuse(number, error)
         else:
-            self._flush_before_reply()
-            self.lines.send({"id": number, "result": result})
-
-    def _flush_before_reply(self) -> None:
-        """Tokens of the former version must not arrive after the word that the next one is loaded."""
-        if self._outbox:
+            # Tokens of the former version must not arrive after the word that the next one is loaded.
             self._flush()
+            self.lines.send({"id": number, "result": result})
 
     def _refuse(self, number: int, error: Exception) -> None:
         self.lines.send({"id": number, "error": str(error), "caller": isinstance(error, ValueError)})

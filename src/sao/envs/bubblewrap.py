@@ -19,11 +19,14 @@ WORKER_ROOT = "/run/sandbox"
 WORKER_FILES = (
     "__init__.py",
     "envs/__init__.py",
-    *(f"envs/sandbox_{p}.py" for p in ("interpreter", "limits", "worker")),
+    "envs/framing.py",
+    "envs/sandbox_interpreter.py",
+    "envs/sandbox_limits.py",
+    "envs/sandbox_worker.py",
 )
 START = "import sys; sys.path[0] = {root!r}; from sao.envs.sandbox_worker import main; main()"
 """Program of the agent; `root` is where the package `sao` is found."""
-DIRECTORY = "/work"
+DIRECTORY = "/sandbox"
 """Where code starts, writable."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -127,14 +130,17 @@ def command(
     files_bytes: int,
     worker_files: dict[str, int],
     seccomp_file: int | None,
+    lifeline: int,
     arguments: list[str],
 ) -> list[str]:
     """The command line: bubblewrap's options, then the interpreter with the agent's program and `arguments`.
 
-    `worker_files` maps the names of WORKER_FILES to open descriptors.
+    `worker_files` maps the names of WORKER_FILES to open descriptors. `lifeline` is the writing end of a pipe that
+    bubblewrap, and it alone, holds open while it lives.
     """
     line = [launcher.binary, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     line += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    line += ["--json-status-fd", str(lifeline)]
     if launcher.privileges == "other_user":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
     else:
@@ -148,14 +154,15 @@ def command(
     line += ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/run"]
     for name in _SYSTEM_FILES:
         line += ["--ro-bind-try", name, name]
+    for folder in (DIRECTORY, "/tmp"):  # before the interpreter, which may lie below one
+        line += ["--perms", "1777", "--size", str(files_bytes), "--tmpfs", folder]
     for prefix in interpreter.prefixes:
         line += _bind_readable(prefix)
     for name, descriptor in worker_files.items():
         line += ["--perms", "0444", "--ro-bind-data", str(descriptor), f"{WORKER_ROOT}/sao/{name}"]
     line += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in (DIRECTORY, "/dev/shm"):
-        line += ["--perms", "1777", "--size", str(files_bytes), "--tmpfs", folder]
-    line += ["--symlink", "/dev/shm", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]
+    line += ["--perms", "1777", "--size", str(files_bytes), "--tmpfs", "/dev/shm"]
+    line += ["--remount-ro", "/dev", "--remount-ro", "/"]
     # Where root only becomes a user of a namespace, it could still write the kernel's settings.
     line += ["--remount-ro", "/proc", "--chdir", DIRECTORY, "--clearenv"]
     for name, value in ENVIRONMENT.items():

@@ -3,7 +3,7 @@
 A chain of two steps, in both forms, and the calls that solve it:
 
     b = 7 + 3 ; c = b * 2 ; c ?
-    bob has 7 plus 3 . cid has bob times 2 . cid ?
+    bob has 7 plus 3 . cid has bob times 2 . cid has ?
     <python> b = 7 + 3 </python>    <python> c = b * 2 </python>    <answer> 20 </answer>
 
 Names are drawn at random and mark the steps; lengths are heavy-tailed. Task i of a stream is a pure function of
@@ -98,8 +98,7 @@ class Chain:
 
     def as_symbols(self) -> str:
         """The question in symbols."""
-        clauses = [self.code(step) for step in range(1, self.steps + 1)]
-        return " ; ".join([*clauses, f"{self.names[-1]} ?"])
+        return " ; ".join([*(self.code(step) for step in range(1, self.steps + 1)), f"{self.names[-1]} ?"])
 
     def as_words(self) -> str:
         """The question as a word problem."""
@@ -107,7 +106,7 @@ class Chain:
         for step in range(1, self.steps + 1):
             spoken = _SPOKEN[self.operators[step - 1]]
             clauses.append(f"{self.names[step - 1]} has {self._left(step)} {spoken} {self.operands[step - 1]}")
-        return " . ".join([*clauses, f"{self.names[-1]} ?"])
+        return " . ".join([*clauses, f"{self.names[-1]} has ?"])
 
     def _left(self, step: int) -> str:
         return str(self.start) if step == 1 else self.names[step - 2]
@@ -157,7 +156,8 @@ class ChainTasks:
 
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]
-        chosen = tuple(names[i] for i in random.permutation(len(names))[:steps])
+        first = int(random.integers(len(names)))
+        chosen = tuple(names[(first + step) % len(names)] for step in range(steps))
         for _ in range(10_000):
             chain = _random_chain(random, steps, chosen, self._config)
             text = f"{chain.start} {' '.join(chain.operators)} {chain.operands}"

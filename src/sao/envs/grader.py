@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import IO
 
 from sao.envs.answers import as_number, exactly_equal, normalise
+from sao.envs.framing import receive_frame, send_frame
 from sao.envs.protocol import Grade, WorldError
-from sao.envs.sandbox_worker import receive_frame, send_frame
 from sao.types import Task
 
-_OVERSIZED = re.compile(r"\^[\s{(]*\d{6,}|\^[^+\-=,]{0,6}\^|\d{5,}[\s)}]*!|!\s*!")
-"""Powers, towers and factorials that no computer writes out."""
+_OVERSIZED = re.compile(r"\^[\s{(]*\d{6,}|\^[\s{(]*\d+\s*\^[\s{(]*\d|\d{5,}\s*!|\d\s*\^[\s{(]*\d+[\s})]*!")
+"""Large exponents, towers, and factorials of large numbers or powers: no computer writes them out."""
 _LONGEST_ANSWER = 500
 _LARGEST_FRAME = 1 << 16
 
@@ -69,7 +69,9 @@ class MathGrader:
         if not given or _hopeless(gold, given):
             return Grade(reward=0.0, method="unparsed")
         verdict = self._compare(gold, given)
-        return Grade(reward=1.0 if verdict == "equal" else 0.0, method="unparsed" if verdict == "unparsed" else "math-verify")
+        return Grade(
+            reward=1.0 if verdict == "equal" else 0.0, method="unparsed" if verdict == "unparsed" else "math-verify"
+        )
 
     def stop(self) -> None:
         """End the pool; gradings under way fail. Safe to call twice."""
@@ -82,6 +84,9 @@ class MathGrader:
     def _compare(self, gold: str, answer: str) -> str:
         worker = self._idle.get()
         try:
+            if worker is not None and worker.process.poll() is not None:
+                self._discard(worker)
+                worker = None
             if worker is None:
                 worker = self._start()
             verdict = worker.compare(gold, answer, self.config.timeout_s)
@@ -89,6 +94,8 @@ class MathGrader:
             if worker is not None:
                 self._discard(worker)
                 worker = None
+            if self._stopped:
+                raise WorldError("the grader was stopped") from error
             late = isinstance(error, TimeoutError)
             reason = f"took more than {self.config.timeout_s:g} s" if late else "ended its process"
             raise WorldError(f"grading {answer[:80]!r} against {gold[:80]!r} {reason}") from error
@@ -173,7 +180,9 @@ def _hopeless(gold: str, answer: str) -> bool:
     return too_long or (_OVERSIZED.search(answer) is not None and _OVERSIZED.search(gold) is None)
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket, open_files: tuple[IO[bytes] | socket.socket, ...]) -> None:
+def _end(
+    process: subprocess.Popen[bytes], control: socket.socket, open_files: tuple[IO[bytes] | socket.socket, ...]
+) -> None:
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)  # wakes a grading that waits in another thread
     process.kill()

@@ -6,6 +6,7 @@ The parent has the time limit. This process ends with its parent, even from the 
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import sys
@@ -13,13 +14,13 @@ import threading
 import time
 from typing import Any
 
-from sao.envs.sandbox_worker import receive_frame, send_frame
+from sao.envs.framing import receive_frame, send_frame
 
 _LARGEST = 1 << 20
 
 
 def compare(gold: str, answer: str) -> str:
-    """"equal", "different", or "unparsed" if either is not mathematics. Unbounded in time."""
+    """ "equal", "different", or "unparsed" if either is not mathematics. Unbounded in time."""
     # Sympy takes a second to load, and only this process needs it.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -34,10 +35,10 @@ def compare(gold: str, answer: str) -> str:
         return "unparsed"
     if verify(gold_parsed, answer_parsed, timeout_seconds=None):
         return "equal"
-    natural = [text.replace("\\log_", "\0").replace("\\log", "\\ln").replace("\0", "\\log_") for text in (gold, answer)]
     # A bare \log is read to base 10; beside \ln it means the natural one.
+    natural = [re.sub(r"\\log(?!_)", r"\\ln", text) for text in (gold, answer)]
     if natural != [gold, answer] and ("\\ln" in gold or "\\ln" in answer):
-        return "equal" if verify(*(parsed(text) for text in natural), timeout_seconds=None) else "different"
+        return "equal" if verify(parsed(natural[0]), parsed(natural[1]), timeout_seconds=None) else "different"
     return "different"
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import sao
 from sao.envs import bubblewrap
+from sao.envs.framing import receive_frame, send_frame
 from sao.envs.protocol import ToolResult, WorldError
-from sao.envs.sandbox_worker import receive_frame, send_frame
 from sao.envs.seccomp import filter_program
 
 _MIB = 1 << 20
@@ -40,7 +40,7 @@ class SandboxConfig:
     memory_mb: int = 512
     """Address space of one process, and memory of all together. An interpreter with numpy needs about 200."""
     files_mb: int = 64
-    """Size of the working folder, the same again of /tmp, and the size of the largest file. Held in memory."""
+    """Size of the working folder, of /tmp and of /dev/shm, each held in memory, and of the largest file."""
     processes: int = 16
     """Processes and threads beside the interpreter."""
     cpu_s: int = 120
@@ -173,7 +173,7 @@ class Sandbox:
             return Execution(exit_code=-9, output=f"[{reply['error']}]")
         if reply.pop("finished", False):
             self.stop()
-        return Execution(**{name: value for name, value in reply.items() if name != "size"})
+        return Execution(**reply)
 
     def _ask(self, header: dict[str, Any], payload: bytes) -> bytes:
         self.start()
@@ -289,6 +289,9 @@ def _launch_with(launcher: bubblewrap.Launcher, interpreter: bubblewrap.Interpre
     limits = _limits(config, isolated=True, uid=bubblewrap.choose_uid(launcher), directory=bubblewrap.DIRECTORY)
     package = Path(sao.__path__[0])
     with contextlib.ExitStack() as stack:
+        monitor, lifeline = os.pipe()
+        stack.callback(os.close, monitor)
+        stack.callback(os.close, lifeline)
         files = {name: stack.enter_context(open(package / name, "rb")).fileno() for name in bubblewrap.WORKER_FILES}
         seccomp_file = None
         if (program := filter_program()) is not None:
@@ -300,10 +303,11 @@ def _launch_with(launcher: bubblewrap.Launcher, interpreter: bubblewrap.Interpre
         def line(arguments: list[str]) -> list[str]:
             return bubblewrap.command(
                 launcher, interpreter, files_bytes=config.files_mb * _MIB, worker_files=files,
-                seccomp_file=seccomp_file, arguments=arguments,
+                seccomp_file=seccomp_file, lifeline=lifeline, arguments=arguments,
             )  # fmt: skip
 
-        inherited = [*files.values(), *([seccomp_file] if seccomp_file is not None else [])]
+        limits["monitor"] = monitor
+        inherited = [monitor, lifeline, *files.values(), *([seccomp_file] if seccomp_file is not None else [])]
         return _launch(line, limits, inherited, config, f"{launcher.binary} ({launcher.privileges}): ", {})
 
 
@@ -366,6 +370,7 @@ def _limits(config: SandboxConfig, *, isolated: bool, uid: int | None, directory
         rlimits["RLIMIT_NPROC"] = config.processes + 2  # the agent and the interpreter
     return {
         "isolated": isolated,
+        "monitor": None,
         "uid": uid,
         "directory": directory,
         "rlimits": rlimits,

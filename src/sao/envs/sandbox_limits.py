@@ -5,6 +5,7 @@ Standard library only: it runs where nothing else is visible.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
@@ -39,7 +40,7 @@ def confine(limits: dict[str, Any]) -> None:
         os.setresuid(limits["uid"], limits["uid"], limits["uid"])
     _prctl(_PR_SET_DUMPABLE, 0)
     if limits["isolated"]:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user cleared it
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,7 +63,7 @@ def passed_limit(limits: dict[str, Any]) -> str | None:
         return "memory_total"
     if count > limits["processes"] + 1:
         return "processes"
-    for folder in (limits["directory"], "/dev/shm"):
+    for folder in (limits["directory"], "/tmp", "/dev/shm"):
         usage = os.statvfs(folder)
         if usage.f_files - usage.f_ffree > INODES:
             return "files"
@@ -95,7 +96,7 @@ def end_descendants() -> None:
 
 def move_up(descriptor: int) -> int:
     """The same file at a number that code does not meet by counting from 0."""
-    moved = os.dup2(descriptor, 200 + descriptor, inheritable=False)
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
     os.close(descriptor)
     return moved
 

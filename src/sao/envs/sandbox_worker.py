@@ -1,7 +1,7 @@
 """The program inside a sandbox: serves one socket, runs programs and one stateful interpreter, and enforces limits.
 
-Standard library only: where it runs, nothing of the package is visible but the sandbox_* files. In a sandbox it is
-process 1, which code inside cannot kill. A frame is one line of JSON whose `size` counts the raw bytes that follow it.
+Standard library only: where it runs, nothing of the package is visible but framing and the sandbox_* files. In a
+sandbox it is process 1, which code inside cannot kill.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sao.envs.framing import receive_frame, send_frame
 from sao.envs.sandbox_interpreter import LARGEST_CODE, Interpreter
 from sao.envs.sandbox_limits import (
     become_ordinary,
@@ -31,30 +32,10 @@ from sao.envs.sandbox_limits import (
     set_limit,
 )
 
-LARGEST_HEADER = 1 << 20
 WATCH_S = 0.1
 """Seconds between two looks at memory, processes and files."""
 PIPE_BYTES = 1 << 20
 """More than a pipe holds: reading this much after a reply takes everything written before it."""
-
-
-def send_frame(link: socket.socket, header: dict[str, Any], payload: bytes = b"") -> None:
-    """Write one frame."""
-    link.sendall(json.dumps({**header, "size": len(payload)}).encode() + b"\n" + payload)
-
-
-def receive_frame(stream: io.BufferedReader, largest: int) -> tuple[dict[str, Any], bytes]:
-    """Read one frame. Raises EOFError at the end of the stream, ValueError for what is not a frame."""
-    line = stream.readline(LARGEST_HEADER)
-    if not line:
-        raise EOFError
-    header = json.loads(line)
-    if not isinstance(header, dict) or not isinstance(size := header.get("size"), int) or not 0 <= size <= largest:
-        raise ValueError("not a frame")
-    payload = stream.read(size)
-    if len(payload) < size:
-        raise EOFError
-    return header, payload
 
 
 class Capture:
@@ -113,6 +94,12 @@ class Agent:
         self.isolated: bool = limits["isolated"]
         self.interpreter: Child | None = None
         self.number = 0
+        self.parent = select.poll()
+        self.parent.register(control, select.POLLIN)
+        self.lifelines = [control.fileno()]
+        if limits["monitor"] is not None:
+            self.parent.register(limits["monitor"], 0)
+            self.lifelines.append(limits["monitor"])
 
     def serve(self) -> None:
         """Answer until the other side is gone, then end with everything inside."""
@@ -124,6 +111,7 @@ class Agent:
         }  # fmt: skip
         try:
             while True:
+                self._watch_parent(self.parent.poll())
                 header, payload = receive_frame(stream, 1 << 40)
                 try:
                     reply, content = handlers[header["op"]](header, payload)
@@ -133,6 +121,15 @@ class Agent:
                 send_frame(self.control, reply, content)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._kill_all()
+
+    def _watch_parent(self, events: list[tuple[int, int]]) -> None:
+        """Raises EOFError when our maker, or bubblewrap above us, has ended.
+
+        The kernel's signal for that does not reach us: bubblewrap has no right to signal another user. And our maker's
+        socket may live on in a fork of it.
+        """
+        if any(fd in self.lifelines and event & (select.POLLHUP | select.POLLERR) for fd, event in events):
+            raise EOFError
 
     def _python(self, header: dict[str, Any], code: bytes) -> tuple[dict[str, Any], bytes]:
         deadline = time.monotonic() + header["timeout_s"]
@@ -205,14 +202,14 @@ class Agent:
         poller = select.poll()
         poller.register(child.output, select.POLLIN)
         poller.register(child.handle, select.POLLIN)
-        poller.register(self.control, select.POLLHUP)
+        for lifeline in self.lifelines:
+            poller.register(lifeline, 0)
         if child.link is not None:
             poller.register(child.link, select.POLLIN)
         watched = time.monotonic()
         while True:
             events = dict(poller.poll(WATCH_S * 1000))
-            if events.get(self.control.fileno(), 0) & (select.POLLHUP | select.POLLERR):
-                raise EOFError
+            self._watch_parent(list(events.items()))
             if child.output in events and not _drain(child.output, capture, 1 << 16):
                 poller.unregister(child.output)
             ending = "exit" if child.handle in events else None
@@ -378,6 +375,7 @@ def main() -> None:
     sys.argv = [""]
     control = socket.socket(fileno=limits["control"])
     control.set_inheritable(False)
+    limits["monitor"] = None if limits["monitor"] is None else move_up(limits["monitor"])
     os.closerange(3, limits["control"])
     os.chdir(limits["directory"])
     Agent(control, limits).serve()

@@ -1,4 +1,4 @@
-"""Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a configuration."""
+"""Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a config."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -99,7 +100,7 @@ def load_causal_lm(config: ModelConfig, *, seed: int, tokenizer_size: int = 0) -
     elif config.path:
         model = load_folder(config.path, dtype=dtype, attention=config.attention)
     else:
-        model = _build(config, dtype, seed, config.vocab_size or tokenizer_size)
+        model = _build(config, dtype, seed, tokenizer_size)
     _check_head(model)
     return model
 
@@ -111,7 +112,7 @@ def load_folder(path: str | Path, *, dtype: torch.dtype | None = None, attention
     """
     _check_files(Path(path))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=dtype if dtype is not None else "auto",
             attn_implementation=attention,
@@ -120,6 +121,7 @@ def load_folder(path: str | Path, *, dtype: torch.dtype | None = None, attention
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {str(path)!r}: {error}") from error
+    model, report = loaded
     incomplete = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if incomplete:
         # transformers would go on with random weights.
@@ -168,6 +170,14 @@ def read_weights(folder: str | Path, like: PreTrainedModel) -> dict[str, torch.T
     return {name: found[name].to(weight.dtype) for name, weight in wanted.items()}
 
 
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The module that turns hidden states (..., H) into logits (..., V). Raises ValueError if there is none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head; it is no causal language model")
+    return head
+
+
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and data of every parameter, and of every buffer that is saved; tied ones once."""
     for name, parameter in model.named_parameters():
@@ -178,7 +188,9 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _build(config: ModelConfig, dtype: torch.dtype, seed: int, vocab_size: int) -> PreTrainedModel:
+def build_config(config: ModelConfig, tokenizer_size: int) -> PreTrainedConfig:
+    """The `transformers` configuration of a built model. Raises ValueError if the vocabulary is known from nowhere."""
+    vocab_size = config.vocab_size or tokenizer_size
     if vocab_size < 1:
         raise ValueError("model.vocab_size is 0 and there is no tokenizer to take it from; set one of the two")
     shape: dict[str, Any] = {
@@ -193,26 +205,29 @@ def _build(config: ModelConfig, dtype: torch.dtype, seed: int, vocab_size: int) 
         "tie_word_embeddings": config.tie_embeddings,
         "attn_implementation": config.attention,
     }
-    hub_config: PreTrainedConfig
-    if config.architecture == "qwen3_moe":
-        hub_config = Qwen3MoeConfig(
-            moe_intermediate_size=config.intermediate_size,
-            num_experts=config.num_experts,
-            num_experts_per_tok=config.experts_per_token,
-            **shape,
-        )
-    else:
-        hub_config = Qwen3Config(**shape)
+    if config.architecture == "qwen3":
+        return Qwen3Config(**shape)
+    return Qwen3MoeConfig(
+        moe_intermediate_size=config.intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.experts_per_token,
+        **shape,
+    )
+
+
+def _build(config: ModelConfig, dtype: torch.dtype, seed: int, tokenizer_size: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(hub_config, dtype=dtype, attn_implementation=config.attention).eval()
+        return AutoModelForCausalLM.from_config(build_config(config, tokenizer_size), dtype=dtype).eval()
 
 
 def _load_gguf(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Dequantised, and rebuilt without the mark "quantised", which would forbid training and saving."""
     file = Path(config.path) / config.gguf_file
     if not file.is_file():
-        raise ValueError(f"there is no GGUF file {str(file)!r}; model.path must be its folder, model.gguf_file its name")
+        raise ValueError(
+            f"there is no GGUF file {str(file)!r}; model.path must be its folder, model.gguf_file its name"
+        )
     gguf_config = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
     try:
@@ -254,10 +269,9 @@ def _check_head(model: PreTrainedModel) -> None:
     with torch.no_grad():
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         expected = model(input_ids=tokens, use_cache=False).logits
-        plain = model.get_output_embeddings()(hidden)
+        plain = output_head(model)(hidden)
     if not torch.allclose(plain, expected.to(plain.dtype), rtol=1e-3, atol=1e-3):
         raise ValueError(
             f"{type(model).__name__} rescales or caps its logits after the head, which chunked log-probs do not know;"
             " use a model of the Qwen3, Qwen3Moe or Llama family"
         )
-

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from sao.models.load import output_head
+
 
 def hidden_states(backbone: nn.Module, token_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Last hidden states (1, T, H) of sequences packed into one row (1, T); position ids restart at each sequence.
@@ -47,7 +49,7 @@ def action_logprobs(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     hidden = hidden_states(model.base_model, token_ids, position_ids)[0].index_select(0, predictor_index)
-    head = model.get_output_embeddings()
+    head = output_head(model)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for start in range(0, len(target_ids), chunk_tokens):

@@ -9,11 +9,11 @@ from sao.rollout.process import WorkerParts
 from sao.rollout.renderer import ToolRole, load_renderer
 
 
-async def worker_parts(
+def worker_parts(
     environment: EnvironmentConfig, tasks: TasksConfig, tool_role: ToolRole, tokenizer: Path, address: str, seed: int
 ) -> WorkerParts:
     """Environments, renderer, and a client of the engine that listens at `address`."""
     world = make_world(environment, tasks, RealClock(), seed=seed)
     renderer = load_renderer(str(tokenizer), tool_role=tool_role)
-    engine = await EngineClient.connect(address)
+    engine = EngineClient(address)
     return WorkerParts(make_environment=world.make_environment, engine=engine, renderer=renderer, stop=world.stop)

@@ -17,7 +17,7 @@ class Renderer(Protocol):
         ...
 
     def extend(self, sampled: Sequence[int], stop: GenerationStop, messages: Sequence[Message]) -> list[int]:
-        """Tokens that follow the sampled ones: the turn's close where it is missing, `messages`, and the next opening."""
+        """Tokens after the sampled ones: the turn's close where it is missing, `messages`, and the next opening."""
         ...
 
     def text(self, sampled: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -186,10 +186,9 @@ class LocalWorker:
         action: list[int] = []
         stop: GenerationStop | None = None
         context = tuple(episode.token_ids)
-        async with episode.generation():
-            async for chunk in self._engine.generate(
-                context, max_tokens=max_tokens, sampling=sampling, session=episode.session
-            ):
+        stream = self._engine.generate(context, max_tokens=max_tokens, sampling=sampling, session=episode.session)
+        async with episode.generation(), _closing(stream):
+            async for chunk in stream:
                 if stop is not None:
                     raise EngineError("the engine went on after its stop reason")
                 episode.act(chunk, turn)
@@ -241,6 +240,16 @@ def describe(error: BaseException) -> str:
     )
     text = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     return f"{text} [{places}]" if places else text
+
+
+@asynccontextmanager
+async def _closing(stream: AsyncIterator[TokenChunk]) -> AsyncGenerator[None]:
+    """Ends a stream that was left before its end at once, and not when it is collected."""
+    try:
+        yield
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()
 
 
 def _cancelled_from_outside() -> bool:

@@ -84,7 +84,7 @@ class _History:
     finished: dict[str, str] = field(default_factory=dict)
     """Rollout id by task id: of the last attempt that finished."""
     waiting: dict[str, tuple[int, Rollout]] = field(default_factory=dict)
-    """Position and rollout by rollout id: what finished, can be trained, and is not consumed."""
+    """Position and rollout by rollout id: what finished, can be trained, and is not consumed; also if dropped later."""
     untrainable: dict[str, Fate] = field(default_factory=dict)
     """Why a finished rollout is not in `waiting`, by rollout id."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -106,7 +106,6 @@ class _History:
                 self._finish(record, consumed)
             case Dropped():
                 self.dropped[record.rollout_id] = record.reason
-                self.waiting.pop(record.rollout_id, None)
             case Published():
                 self._version(record.snapshot.version, record.snapshot.parent)
             case Trained():
@@ -141,7 +140,7 @@ class _History:
             self.untrainable[rollout.id] = Fate.INFRASTRUCTURE_FAILURE if infrastructure else Fate.DROPPED
         elif rollout.id in consumed:
             self.untrainable[rollout.id] = Fate.TRAINED
-        elif rollout.id not in self.dropped:
+        else:
             self.waiting[rollout.id] = (record.position, rollout)
 
     def _version(self, version: int, parent: int | None) -> None:

@@ -6,6 +6,7 @@ T tokens of an example.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -75,12 +76,17 @@ def render_trace(messages: Sequence[Message], renderer: Renderer, encode: Callab
     """A conversation as the tokens an episode would have had: its assistant messages are the actions.
 
     `encode` gives an assistant message's tokens, the stop token included. What follows the last assistant message is
-    left out. Raises ValueError for a conversation that does not open with something else, or has no assistant message.
+    left out. Raises ValueError for a conversation that opens with an assistant message, has none, or two in a row.
     """
     places = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not places or places[0] == 0:
         found = ", ".join(message.role for message in messages[:4]) or "nothing"
         raise ValueError(f"a trace must be messages of the user or system and then of the assistant; it has {found}")
+    for place, following in pairwise(places):
+        if following == place + 1:
+            raise ValueError(
+                f"messages {place} and {following} of a trace are both the assistant's; join them into one"
+            )
     token_ids = list(renderer.open(messages[: places[0]]))
     action_mask = [False] * len(token_ids)
     for place, following in zip(places, [*places[1:], None], strict=True):

@@ -1,0 +1,64 @@
+"""Settings of the local engine and its cost in virtual time. No torch, so that whoever starts an engine needs none."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The local engine."""
+
+    mode: Literal["recompute", "keep"] = "recompute"
+    """What becomes of cached tokens at a weight update. recompute rebuilds them, so that every later log-prob is the
+    trainer's for its version; keep goes on with them: faster, but the log-probs match no version."""
+    max_sessions: int = 64
+    """Sessions that hold a cache at once; more wait, or push out the one parked longest."""
+    max_context: int = 1024
+    """Longest prompt and answer of a session together, in tokens."""
+    threads: int = 1
+    """Torch threads of an engine in its own process; an inline engine shares its process's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the engine's weights and cache; float32 agrees with a float32 trainer to 1e-4."""
+    flush_tokens: int = 16
+    """Tokens given out at once; a stop and a change of version give out what there is."""
+    probe_tolerance: float = 1e-3
+    """Largest accepted difference of a probe token's log-prob from the trainer's, in nats; bfloat16 needs about 0.3."""
+    prefill_tokens: int = 512
+    """Prompt tokens computed between two decode steps: more starts sessions sooner and delays the running ones."""
+    start_timeout_s: float = 180.0
+    """Seconds for an engine process to start and load its model; imports alone take ten on a busy machine."""
+    load_timeout_s: float = 120.0
+    """Seconds for an engine process to take new weights, or to answer at all."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "threads", "flush_tokens", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_context < 2:
+            raise ValueError(f"engine.max_context is {self.max_context}; a prompt and an answer need at least 2 tokens")
+        for name in ("probe_tolerance", "start_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCost:
+    """What the inline engine costs in virtual time, in seconds; the defaults are a tiny model's on one CPU core."""
+
+    step_seconds: float = 1.5e-3
+    """Of a decode step, whatever its size."""
+    token_seconds: float = 15e-6
+    """More for each session in the step."""
+    prefill_token_seconds: float = 10e-6
+    """More for each prompt token put into the cache before the step."""
+    load_seconds: float = 0.05
+    """To read new weights, while decoding goes on."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_seconds", "token_seconds", "prefill_token_seconds", "load_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"engine cost {name} is {getattr(self, name)}; it must not be negative")
+
+    def of_step(self, decoded: int, prefilled: int) -> float:
+        """Seconds of one engine step."""
+        return self.step_seconds + self.token_seconds * decoded + self.prefill_token_seconds * prefilled

@@ -1,8 +1,10 @@
 """The only file that turns a configuration into objects (those of the world stand in envs/select.py)."""
 
+import dataclasses
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ from sao.engines.protocol import Engine
 from sao.envs.select import World, make_world
 from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_tokenizer, save_model
+from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
 from sao.rollout.process import ProcessWorkers, ProcessWorkersConfig
 from sao.rollout.protocol import RolloutWorker
@@ -123,6 +126,15 @@ async def make_worker(
     world = make_world(config.environment, config.tasks, clock, seed=config.seed)
     renderer = make_renderer(config, tokenizer)
     return LocalWorker(world.make_environment, engine, renderer, clock, config.rollout, purpose=purpose), world
+
+
+def make_sinks(config: RunConfig, folder: Path) -> tuple[MetricsSink, ...]:
+    """Where metrics go besides metrics.jsonl. Raises ValueError for one that is not installed."""
+    makers: dict[str, Callable[[], MetricsSink]] = {
+        "tensorboard": lambda: TensorBoardSink(folder / "tensorboard"),
+        "wandb": lambda: WandbSink(folder, name=config.name, config=dataclasses.asdict(config)),
+    }
+    return tuple(makers[name]() for name in config.sinks)
 
 
 def describe_machine(config: RunConfig, command: list[str]) -> dict[str, object]:

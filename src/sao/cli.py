@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,15 +12,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sao.build import describe_machine
+from sao.build import describe_machine, make_renderer, prepare_tokenizer
 from sao.clock import WaitTimeoutError
 from sao.config import RunConfig, describe, resolve, to_toml
 from sao.engines.protocol import EngineError
 from sao.envs.protocol import WorldError
 from sao.loop import LoopError
+from sao.observe.inspector import format_rollout, format_summaries, inspect_rollout, summarise
 from sao.observe.report import write_report
 from sao.preflight import preflight
 from sao.progress import ConsoleReporter
+from sao.rollout.process import WorkerStartError
+from sao.rollout.teacher import TeacherConfig, TeacherError
+from sao.single import (
+    Policy,
+    collect,
+    collect_from_teacher,
+    evaluate_policy,
+    policy_of_config,
+    policy_of_run,
+    save_evaluation,
+)
 from sao.stages import Last, run_stages
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
@@ -32,7 +45,17 @@ RunPath = Annotated[Path, typer.Argument(help="Run folder.", show_default=False)
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override: section.key=value. Repeatable.")]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Run folder to create; runs/NAME-TIME by default.")]
 
-USER_ERRORS = (ValueError, LoopError, TrainerError, EngineError, WorldError, WaitTimeoutError, LogWriteError)
+USER_ERRORS = (
+    ValueError,
+    LoopError,
+    TrainerError,
+    EngineError,
+    WorldError,
+    WaitTimeoutError,
+    LogWriteError,
+    TeacherError,
+    WorkerStartError,
+)
 """Errors whose message says all there is to say; others are faults of this program and show where they came from."""
 
 
@@ -115,6 +138,86 @@ def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpo
         console.print(f"stopped at step {outcome.steps}; go on with: sao resume {folder.path}")
         raise typer.Exit(130)
     console.print(f"ended after {outcome.steps} steps: {outcome.reason}")
+
+
+@app.command("eval")
+def evaluate_command(
+    what: Annotated[Path, typer.Argument(help="Run folder, or TOML configuration.", show_default=False)],
+    override: Set = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of the run; the newest by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for every outcome.")] = None,
+) -> None:
+    """Evaluate the policy of a run or of a configuration: a row per data set."""
+    with tempfile.TemporaryDirectory() as scratch, ConsoleReporter(0) as reporter:
+        policy = _policy(what, override, checkpoint, Path(scratch))
+        evaluation = evaluate_policy(policy, Path(scratch), reporter.progress)
+    if out is not None:
+        save_evaluation(evaluation, policy.config, out)
+    settings = policy.config.evaluation
+    table = Table("data set", f"mean@{settings.samples}", f"{settings.confidence:.0%} interval", "prompts", "failed")
+    for k in settings.pass_k:
+        table.add_column(f"pass@{k}")
+    for row in evaluation.rows(settings):
+        interval = "" if row.low is None or row.high is None else f"{row.low:.3f} to {row.high:.3f}"
+        passes = ["" if value is None else f"{value:.3f}" for _, value in row.pass_at]
+        mean = "" if row.mean is None else f"{row.mean:.3f}"
+        table.add_row(row.data_set, mean, interval, str(row.prompts), str(row.failed), *passes)
+    Console().print(table)
+    if evaluation.failed_tasks:
+        typer.echo(f"lost to infrastructure, and left out: {', '.join(evaluation.failed_tasks[:10])}", err=True)
+
+
+@app.command()
+def rollout(
+    what: Annotated[Path, typer.Argument(help="Run folder, or TOML configuration.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder to create: log/ and traces.jsonl.")],
+    count: Annotated[int, typer.Option(help="Tasks to play.")] = 100,
+    only_right: Annotated[bool, typer.Option(help="Keep only traces that were graded right.")] = False,
+    override: Set = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of the run; the newest by default.")] = None,
+    teacher: Annotated[str, typer.Option(help="Address of an OpenAI-compatible teacher, such as .../v1.")] = "",
+    teacher_model: Annotated[str, typer.Option(help="Name of the teacher's model.")] = "",
+) -> None:
+    """Collect rollouts of a policy (for value pretraining) and traces (for sft), or traces of a teacher."""
+    with tempfile.TemporaryDirectory() as scratch, ConsoleReporter(0) as reporter:
+        if teacher:
+            settings = TeacherConfig(base_url=teacher, model=teacher_model, only_right=only_right)
+            config = _config_of(what, override)
+            kept = collect_from_teacher(config, settings, out, count=count, progress=reporter.progress).kept
+        else:
+            policy = _policy(what, override, checkpoint, Path(scratch))
+            kept = collect(policy, Path(scratch), out, count=count, only_right=only_right, progress=reporter.progress)
+    typer.echo(f"{kept} traces in {out / 'traces.jsonl'}")
+
+
+@app.command("inspect")
+def inspect_command(
+    run: RunPath,
+    rollout_id: Annotated[str, typer.Argument(help="Rollout to show token by token; none lists all.")] = "",
+    every_token: Annotated[bool, typer.Option(help="Observation tokens one by one, too.")] = False,
+) -> None:
+    """Rollouts as text: a line each, or one token by token with version, log-probs, ratio, mask, value, advantage."""
+    folder = RunFolder.open(run)
+    if not rollout_id:
+        lines = format_summaries(summarise(folder.path))
+    else:
+        config = resolve(folder.config)
+        renderer = make_renderer(config, prepare_tokenizer(config, folder.path / "tokenizer"))
+        inspected = inspect_rollout(folder.path, rollout_id, decode=lambda token: renderer.decode([token]))
+        lines = format_rollout(inspected, every_token=every_token)
+    for line in lines:
+        typer.echo(line)
+
+
+def _config_of(what: Path, override: list[str] | None) -> RunConfig:
+    return resolve(RunFolder.open(what).config if what.is_dir() else what, override or ())
+
+
+def _policy(what: Path, override: list[str] | None, checkpoint: Path | None, scratch: Path) -> Policy:
+    config = _config_of(what, ["clock=real", *(override or ())])
+    if what.is_dir():
+        return policy_of_run(config, RunFolder.open(what), checkpoint)
+    return policy_of_config(config, scratch)
 
 
 @app.command()

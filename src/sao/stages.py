@@ -12,13 +12,21 @@ import asyncio
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
-from sao.build import make_engine, make_renderer, make_trainer, make_worker, prepare_model, prepare_tokenizer
+from sao.build import (
+    make_engine,
+    make_renderer,
+    make_sinks,
+    make_trainer,
+    make_worker,
+    prepare_model,
+    prepare_tokenizer,
+)
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.config import RunConfig, SftStageConfig
 from sao.envs.demonstrations import demonstrate
@@ -28,6 +36,7 @@ from sao.evaluator import Evaluator
 from sao.loop import Commit, Outcome, Parts, Start
 from sao.models.load import load_folder, save_model
 from sao.observe.metrics import Metrics
+from sao.observe.sinks import MetricsSink
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
 from sao.resume import start_from
@@ -70,12 +79,20 @@ class Prepared:
     model: Path
     """Weights that training starts from."""
     reporter: Reporter
+    sinks: tuple[MetricsSink, ...]
+    """Besides metrics.jsonl."""
 
     def emit(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
-        """Write a row of metrics.jsonl, and show it."""
-        values = {key: metric.value for key, metric in metrics.items()}
-        self.folder.write_metrics({"step": step, "version": version, "stage": stage, **values})
+        """Write a row of metrics, and show it."""
+        self.write(step, version, stage, metrics)
         self.reporter.row(step, version, stage, metrics)
+
+    def write(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
+        """Write a row of metrics."""
+        row = {"step": step, "version": version, "stage": stage, **{key: m.value for key, m in metrics.items()}}
+        self.folder.write_metrics(row)
+        for sink in self.sinks:
+            sink.write(row)
 
 
 def run_stages(
@@ -89,51 +106,48 @@ def run_stages(
     """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it."""
     tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
     model = prepare_model(config, tokenizer, folder.path / "start")
-    prepared = Prepared(config=config, folder=folder, tokenizer=tokenizer, model=model, reporter=reporter)
-    if config.sft:
-        prepared = run_sft(prepared)
-    if last == "sft":
-        return None
-    run = train_run(prepared, checkpoint or folder.latest_checkpoint(), last=last)
-    return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
+    sinks = make_sinks(config, folder.path)
+    prepared = Prepared(config=config, folder=folder, tokenizer=tokenizer, model=model, reporter=reporter, sinks=sinks)
+    try:
+        if config.sft:
+            prepared = replace(prepared, model=run_sft(prepared))
+        if last == "sft":
+            return None
+        run = train_run(prepared, checkpoint or folder.latest_checkpoint(), last=last)
+        return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
+    finally:
+        for sink in sinks:
+            sink.close()
 
 
-def run_sft(prepared: Prepared) -> Prepared:
-    """Fine-tune the starting policy, stage by stage, and keep the result in sft/model."""
+def run_sft(prepared: Prepared) -> Path:
+    """Fine-tune the starting policy, stage by stage; returns the folder of the result, which is kept."""
     config, target = prepared.config, prepared.folder.path / "sft" / "model"
-    tuned = Prepared(
-        config=config,
-        folder=prepared.folder,
-        tokenizer=prepared.tokenizer,
-        model=target,
-        reporter=prepared.reporter,
-    )
     if target.is_dir():
-        return tuned
+        return target
     torch.set_num_threads(config.sft_threads)
     actor = load_folder(prepared.model, dtype=getattr(torch, config.model.dtype), attention=config.model.attention)
     renderer = make_renderer(config, prepared.tokenizer)
+    done_before = 0
     for number, stage in enumerate(config.sft, start=1):
         name = f"sft {number} of {len(config.sft)}"
         prepared.reporter.say(f"{name}: collecting traces")
         traces = sft_traces(config, stage, number)
         examples = [render_trace(trace.messages, renderer, renderer.encode_action) for trace in traces]
-        steps = fit_sft(
-            actor, examples, stage.fit, seed=config.seed,
-            progress=lambda done, total, metrics, name=name: prepared.reporter.progress(
-                name, done, total, f"loss {metrics['sft/loss'].value:.3f}"
-            ),
-        )  # fmt: skip
+
+        def show(done: int, total: int, metrics: Metrics, name: str = name) -> None:
+            prepared.reporter.progress(name, done, total, f"loss {metrics['sft/loss'].value:.3f}")
+
+        steps = fit_sft(actor, examples, stage.fit, seed=config.seed, progress=show)
         for step, metrics in enumerate(steps, start=1):
             if step % 10 == 0 or step == len(steps):
-                prepared.folder.write_metrics(
-                    {"step": step, "version": 0, "stage": f"sft_{number}", **{k: m.value for k, m in metrics.items()}}
-                )
+                prepared.write(done_before + step, 0, "sft", metrics)
+        done_before += len(steps)
     draft = target.with_name("model.partial")
     save_model(actor, draft)
     draft.rename(target)
-    prepared.folder.write_event(f"sft done: {len(config.sft)} stages")
-    return tuned
+    prepared.folder.write_event(f"sft done: {done_before} updates in {len(config.sft)} stages")
+    return target
 
 
 def sft_traces(config: RunConfig, stage: SftStageConfig, number: int) -> list[Trace]:

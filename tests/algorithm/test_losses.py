@@ -75,6 +75,16 @@ def test_band_is_open_and_does_not_depend_on_the_sign_of_the_advantage():
         assert gradient(loss, actor) == pytest.approx([0, -sign * ratios[1], -sign * ratios[2], 0])
 
 
+def test_a_ratio_exactly_on_a_bound_is_rejected():
+    """Catches a closed band: the bounds are taken from the ratios themselves, so that they are equal bit for bit."""
+    actor, rollout, advantages, actions = tokens([-1.0] * 3, [0.7, 1.0, 6.0], [1.0] * 3)
+    low, _, high = (actor.detach() - rollout).exp()[0].tolist()
+    loss, sums = dis_policy_loss(actor, rollout, advantages, actions, ratio_low=low, ratio_high=high, denominator=1)
+    assert gradient(loss, actor) == pytest.approx([0, -1, 0])
+    assert (sums.masked_low, sums.masked_high) == (1, 1)
+    assert count_kept(actor, rollout, actions, ratio_low=low, ratio_high=high) == 1
+
+
 def test_bounds_are_bounds_not_epsilons():
     """Catches epsilons taken for bounds: (0.3, 5.0) as epsilons would keep 5.5; epsilons of PPO's size are refused."""
     actor, *rest = tokens([-1.0, -1.0], [0.5, 5.5], [1.0, 1.0])

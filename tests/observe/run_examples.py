@@ -60,7 +60,9 @@ def train_row(step: int, generator: np.random.Generator, *, critic: bool = True)
 def eval_row(step: int, mean: float, name: str = "chain") -> dict[str, object]:
     """An evaluation of 200 prompts."""
     values = {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "prompts": 200, "failed": 0, "pass_at_1": mean}
-    return {"step": step, "version": step, "stage": "eval"} | {f"eval/{name}/{key}": value for key, value in values.items()}
+    return {"step": step, "version": step, "stage": "eval"} | {
+        f"eval/{name}/{key}": value for key, value in values.items()
+    }
 
 
 def make_run(path: Path, *, steps: int, critic: bool = True, evaluate: bool = True, log: bool = True) -> Path:

@@ -61,7 +61,7 @@ def test_objects_are_refused() -> None:
         encode(Frame(kind="k", fields={"bad": object()}, arrays={}))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(flip=st.integers(0, 10**6), bit=st.integers(0, 7), count=st.integers(2, 6))
 def test_a_flipped_bit_costs_one_frame(
     tmp_path_factory: pytest.TempPathFactory, flip: int, bit: int, count: int

@@ -218,7 +218,7 @@ def assert_state(state: LogState, truth: Bookkeeper, order: list[str]) -> None:
     assert sum(state.counts.values()) == len(expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     actions=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 11)), min_size=10, max_size=80),
     tear=st.integers(0, 10),

@@ -83,11 +83,13 @@ class ProcessEngine:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
-        self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

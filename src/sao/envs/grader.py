@@ -151,7 +151,9 @@ class _Worker:
                 stderr=self.errors,
                 start_new_session=True,
             )
-        self.end = weakref.finalize(self, _end, self.process, self.socket, (self.stream, self.socket, self.errors))
+        self.end = weakref.finalize(
+            self, _end, os.getpid(), self.process, self.socket, (self.stream, self.socket, self.errors)
+        )
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the libraries are loaded. Raises OSError, EOFError or ValueError."""
@@ -181,8 +183,13 @@ def _hopeless(gold: str, answer: str) -> bool:
 
 
 def _end(
-    process: subprocess.Popen[bytes], control: socket.socket, open_files: tuple[IO[bytes] | socket.socket, ...]
+    owner: int,
+    process: subprocess.Popen[bytes],
+    control: socket.socket,
+    open_files: tuple[IO[bytes] | socket.socket, ...],
 ) -> None:
+    if os.getpid() != owner:  # a fork that forgets its copy
+        return
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)  # wakes a grading that waits in another thread
     process.kill()

@@ -21,7 +21,8 @@ def set_limit(which: int, value: int) -> None:
     """Lower a resource limit for good; one that is lower already stays."""
     hard = resource.getrlimit(which)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
+    # A second between the limits on CPU time lets the kernel say which signal it was.
+    resource.setrlimit(which, (value, value + 1 if which == resource.RLIMIT_CPU and hard < 0 else value))
 
 
 def _prctl(option: int, value: int) -> None:
@@ -53,14 +54,13 @@ def become_ordinary() -> None:
 
 def passed_limit(limits: dict[str, Any]) -> str | None:
     """Which limit all processes of the sandbox together have passed: those of single ones do not add up to it."""
-    pages = count = 0
-    for pid in _processes():
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as statm:
-            fields = statm.read().split()
-            pages += int(fields[1]) - int(fields[2])
-            count += 1
-    if pages * resource.getpagesize() > limits["memory_bytes"]:
-        return "memory_total"
+    processes = _processes()
+    if sum(_resident(pid) for pid in processes) > limits["memory_bytes"]:
+        # What forks share was counted for each; dividing it takes longer.
+        shares = [_proportional(pid) for pid in processes]
+        if sum(shares) > limits["memory_bytes"]:
+            return "memory_total"
+    count = sum(not _is_zombie(pid) for pid in processes)
     if count > limits["processes"] + 1:
         return "processes"
     for folder in (limits["directory"], "/tmp", "/dev/shm"):
@@ -72,14 +72,14 @@ def passed_limit(limits: dict[str, Any]) -> str | None:
 
 def end_strays(spared: int) -> bool:
     """End what code left running beside `spared`, lest it print into a later call; False if it multiplies faster."""
-    for _ in range(20):
+    for attempt in range(60):
         strays = [pid for pid in _processes() if pid != spared and not _is_zombie(pid)]
         if not strays:
             return True
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+        time.sleep(0.001 * attempt)  # to free much memory takes a while
     return False
 
 
@@ -96,13 +96,31 @@ def end_descendants() -> None:
 
 def move_up(descriptor: int) -> int:
     """The same file at a number that code does not meet by counting from 0."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64)
     os.close(descriptor)
     return moved
 
 
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _fields(path: str, *names: str) -> int | None:
+    """Sum of lines such as `RssAnon: 12 kB` in bytes; None where the file cannot be read."""
+    try:
+        with open(path) as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
+    except (OSError, IndexError):
+        return None
+
+
+def _resident(pid: int) -> int:
+    return _fields(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") or 0
+
+
+def _proportional(pid: int) -> int:
+    share = _fields(f"/proc/{pid}/smaps_rollup", "Pss_Anon:", "Pss_Shmem:")
+    return _resident(pid) if share is None else share
 
 
 def _is_zombie(pid: int) -> bool:

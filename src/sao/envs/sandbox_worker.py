@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -115,7 +116,7 @@ class Agent:
                 header, payload = receive_frame(stream, 1 << 40)
                 try:
                     reply, content = handlers[header["op"]](header, payload)
-                except (OSError, MemoryError, tarfile.TarError) as error:
+                except (OSError, MemoryError, RecursionError, tarfile.TarError) as error:
                     number = error.errno if isinstance(error, OSError) else None
                     reply, content = {"error": f"{type(error).__name__}: {error}", "errno": number}, b""
                 send_frame(self.control, reply, content)
@@ -362,6 +363,8 @@ def _drain(source: int, capture: Capture, at_most: int) -> bool:
 def _describe_status(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
+    if code == -signal.SIGXCPU:
+        return "it used up its CPU time"
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"signal {-code}"
@@ -379,6 +382,8 @@ def main() -> None:
     os.closerange(3, limits["control"])
     os.chdir(limits["directory"])
     Agent(control, limits).serve()
+    if not limits["isolated"]:  # elsewhere the folder ends with its name space
+        shutil.rmtree(limits["directory"], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from sao.models.packed_attention import packed_mask
+
 from sao.models.load import output_head
 
 
@@ -22,7 +24,9 @@ def hidden_states(backbone: nn.Module, token_ids: Tensor, position_ids: Tensor) 
         raise ValueError(
             f"token ids {tuple(token_ids.shape)} and position ids {tuple(position_ids.shape)} must both be (1, T)"
         )
-    return backbone(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    mask = packed_mask(backbone, position_ids)
+    outputs = backbone(input_ids=token_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
+    return outputs.last_hidden_state
 
 
 def action_logprobs(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from sao.observe.run_data import RunData, Series, increments
 
@@ -62,7 +62,18 @@ def _line(axes: Axes, steps: Series, values: Series, index: int, label: str, *, 
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=9, loc="best")
+    """Below the axes, where it hides nothing."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=len(labels))
+
+
+def _log_scale(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def lines(
@@ -79,7 +90,7 @@ def lines(
         for index, (label, (steps, values)) in enumerate(found.items()):
             _line(axes, steps, values, index, label, smoothed=smoothed)
         if log and all((values > 0).all() for _, values in found.values()):
-            axes.set_yscale("log")
+            _log_scale(axes)
         elif percent or all((values >= 0).all() for _, values in found.values()):
             axes.set_ylim(bottom=0)
         if percent:
@@ -300,6 +311,6 @@ def ratios(run: RunData) -> Figure | None:
     for bound in (algorithm.get("ratio_low"), algorithm.get("ratio_high")):
         if isinstance(bound, int | float) and bound > 0:
             axes.axhline(bound, color=BLACK, linestyle=":", linewidth=1)
-    axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=4)
+    _log_scale(axes)
+    _legend(axes)
     return figure

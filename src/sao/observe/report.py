@@ -170,10 +170,10 @@ def _notes(run: RunData) -> list[_Block]:
         notes.append(f"{run.state.quarantined} records of the log are damaged, and were skipped.")
     if run.broken_lines:
         notes.append(f"{run.broken_lines} lines of metrics.jsonl are damaged, and were skipped.")
-    for stage, name in (("actor", "actor"), ("critic", "critic")):
-        _, skipped = run.series(f"{stage}/skipped")
+    for name in ("actor", "critic"):
+        _, skipped = run.series(f"{name}/skipped")
         if skipped.any():
-            notes.append(f"{int(skipped.max())} updates of the {name} were skipped: the gradient was not finite.")
+            notes.append(f"{int(skipped.sum())} updates of the {name} were skipped: the gradient was not finite.")
     held_out = run.series("value_pretraining/explained_variance_held_out", "value_pretraining")[1]
     if len(held_out):
         notes.append(f"Value pretraining ended at explained variance {held_out[-1]:.3f} on held-out rollouts.")

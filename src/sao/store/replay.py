@@ -51,6 +51,8 @@ class LogState:
     """Place in the order of completion of the next rollout to finish."""
     fates: Mapping[str, Fate]
     """By task id."""
+    last_attempts: Mapping[str, str]
+    """Rollout id of the last attempt, by task id."""
     steps: tuple[TrainedStep, ...]
     """The surviving history, by step."""
     drop_reasons: Mapping[str, str]
@@ -241,6 +243,7 @@ def _state(
         highest_version=history.highest_version,
         next_position=history.next_position,
         fates=fates,
+        last_attempts={task_id: attempts[-1] for task_id, attempts in history.attempts.items()},
         steps=tuple(steps),
         drop_reasons=history.dropped,
         infrastructure_failures=_infrastructure_failures(history),

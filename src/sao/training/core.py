@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, ratio_quantiles
 from sao.algorithm.losses import trajectory_mean_denominator
 from sao.algorithm.sao import AlgorithmConfig, Targets, targets
+from sao.models.packed_attention import use_packed_attention
 from sao.observe.metrics import Metric, last, total
 from sao.pipeline.packing import MicroBatch, Rows, pack, rows
 from sao.training.critic import Critic, Freeze
@@ -155,6 +156,7 @@ class TrainerCore:
         self.value_pretraining, self.seed = value_pretraining or ValuePretrainingConfig(), seed
         self.counters = Counters()
         actor.requires_grad_(True)
+        use_packed_attention(actor)
         set_activation_checkpointing(actor, config.activation_checkpointing)
         self.actor_optimiser = self._optimiser(actor, config.actor_grad_clip)
         self.critic_optimiser: Optimiser | None = None

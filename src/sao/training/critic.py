@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sao.models.packed_attention import use_packed_attention
 from sao.models.scoring import hidden_states
 
 Freeze = Literal["attention", "none"]
@@ -48,6 +49,7 @@ class Critic(nn.Module):
     def __init__(self, backbone: PreTrainedModel, *, freeze: Freeze = "attention") -> None:
         super().__init__()
         self.backbone = backbone.eval()
+        use_packed_attention(backbone)
         device = next(backbone.parameters()).device
         self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)

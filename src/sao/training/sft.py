@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from transformers import PreTrainedModel
 
+from sao.models.packed_attention import use_packed_attention
 from sao.models.scoring import action_logprobs
 from sao.observe.metrics import Metric, last
 from sao.pipeline.packing import pack, shuffled_batches
@@ -120,6 +121,7 @@ def fit_sft(
     capacity = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
     if capacity is not None and longest > capacity:
         raise ValueError(f"an example has {longest} tokens, the model takes {capacity}; leave it out or shorten it")
+    use_packed_attention(actor)
     set_activation_checkpointing(actor, config.activation_checkpointing)
     actor.eval().requires_grad_(True)
     optimiser = Optimiser(

@@ -1,0 +1,165 @@
+"""Single stages outside a run: evaluating a policy, and collecting rollouts of a policy or of a teacher."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sao.build import make_engine, make_renderer, make_worker, prepare_model, prepare_tokenizer
+from sao.clock import RealClock
+from sao.config import RunConfig
+from sao.envs.select import make_source, make_world
+from sao.envs.traces import write_traces
+from sao.evaluate import Evaluation, evaluate
+from sao.evaluator import evaluation_tasks
+from sao.models.load import load_folder
+from sao.rollout.protocol import RolloutWorker
+from sao.rollout.renderer import ChatRenderer
+from sao.rollout.teacher import Collected, TeacherConfig, collect_traces
+from sao.rollout.transcript import trace_of
+from sao.rollout.worker import Purpose, rollout_seed
+from sao.store.log import RolloutLogWriter
+from sao.store.records import Finished
+from sao.store.run_folder import RunFolder
+from sao.training.weights import SnapshotStore
+from sao.types import Rollout, Task
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Weights with their tokenizer."""
+
+    config: RunConfig
+    model: Path
+    tokenizer: Path
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Text to tokens and back."""
+        return make_renderer(self.config, self.tokenizer)
+
+
+def policy_of_config(config: RunConfig, scratch: Path) -> Policy:
+    """The configuration's own model; built models and tokenizers are written below `scratch`."""
+    tokenizer = prepare_tokenizer(config, scratch / "tokenizer")
+    return Policy(config=config, model=prepare_model(config, tokenizer, scratch / "start"), tokenizer=tokenizer)
+
+
+def policy_of_run(config: RunConfig, folder: RunFolder, checkpoint: Path | None = None) -> Policy:
+    """The policy a run has come to: its newest checkpoint, or its fine-tuned or starting model before the first."""
+    tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
+    newest = folder.latest_checkpoint() if checkpoint is None else None
+    place = checkpoint or (newest.path if newest is not None else None)
+    candidates = [place / "trainer" / "actor"] if place is not None else []
+    candidates += [folder.path / "sft" / "model", folder.path / "start"]
+    model = next((candidate for candidate in candidates if candidate.is_dir()), Path(config.model.path))
+    return Policy(config=config, model=model, tokenizer=tokenizer)
+
+
+@asynccontextmanager
+async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGenerator[RolloutWorker]:
+    """A worker that plays the policy, with an engine of its own."""
+    clock = RealClock()
+    model = load_folder(policy.model)
+    snapshot = SnapshotStore(scratch / "snapshots", keep=1).write(model, version=0, parent=None)
+    engine = await make_engine(policy.config, clock, snapshot)
+    try:
+        worker, world = await make_worker(policy.config, clock, engine, policy.tokenizer, purpose=purpose)
+        try:
+            yield worker
+        finally:
+            await worker.stop()
+            if world is not None:
+                world.stop()
+    finally:
+        await engine.stop()
+
+
+def evaluate_policy(policy: Policy, scratch: Path, progress: Progress) -> Evaluation:
+    """Play the evaluation tasks."""
+    config = policy.config.evaluation
+    tasks = evaluation_tasks(policy.config, config.final_tasks or config.tasks)
+
+    async def run() -> Evaluation:
+        async with playing(policy, scratch, purpose="evaluation") as worker:
+            return await evaluate(
+                tasks,
+                worker,
+                samples=config.samples,
+                concurrency=policy.config.loop.concurrency,
+                seed=config.seed,
+                on_progress=lambda done, total: progress("evaluation", done, total),
+            )
+
+    return asyncio.run(run())
+
+
+def save_evaluation(evaluation: Evaluation, config: RunConfig, path: Path) -> None:
+    """Every outcome and every row, as JSON; an existing file is not overwritten."""
+    if path.exists():
+        raise ValueError(f"{path} exists already; name another file")
+    rows = {key: metric.value for key, metric in evaluation.metrics(config.evaluation).items()}
+    outcomes = [[each.task_id, each.sample, each.reward] for each in evaluation.outcomes]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": rows, "outcomes": outcomes}, indent=1) + "\n")
+
+
+def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right: bool, progress: Progress) -> int:
+    """Play `count` training tasks: rollouts into the log folder `out`/log, traces into `out`/traces.jsonl.
+
+    Returns the number of traces. The log is what `value_pretraining.logged` reads, the traces what `sft.traces` reads.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already; name another folder")
+    config, source = policy.config, make_source(policy.config.tasks, "train", seed=policy.config.seed)
+    tasks = [task for task in map(source.at, range(count)) if task is not None]
+    log = RolloutLogWriter(out / "log")
+    done: list[Rollout] = []
+
+    async def play(task: Task, worker: RolloutWorker, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            seed = rollout_seed(config.seed, task.id, 0)
+            rollout = await worker.run(task, group_id=task.id, attempt=0, seed=seed)
+        log.append(Finished(rollout=rollout, position=len(done)))
+        done.append(rollout)
+        progress("rollouts", len(done), len(tasks))
+
+    async def run() -> None:
+        slots = asyncio.Semaphore(config.loop.concurrency)
+        async with playing(policy, scratch, purpose="training") as worker:
+            await asyncio.gather(*(play(task, worker, slots) for task in tasks))
+            await log.durable()
+
+    try:
+        asyncio.run(run())
+    finally:
+        log.close()
+    kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
+    renderer = policy.renderer
+    return write_traces(out / "traces.jsonl", [trace_of(rollout, renderer) for rollout in kept])
+
+
+def collect_from_teacher(
+    config: RunConfig, teacher: TeacherConfig, out: Path, *, count: int, progress: Progress
+) -> Collected:
+    """Let an OpenAI-compatible model play `count` training tasks; traces go to `out`/traces.jsonl, resumable."""
+    clock = RealClock()
+    source = make_source(config.tasks, "train", seed=config.seed)
+    world = make_world(config.environment, config.tasks, clock, seed=config.seed)
+    done = 0
+
+    def report(task: Task, trace: object) -> None:
+        nonlocal done
+        done += 1
+        progress("teacher", done, count)
+
+    try:
+        tasks = [task for task in map(source.at, range(count)) if task is not None]
+        run = collect_traces(tasks, world.make_environment, out / "traces.jsonl", teacher, clock, progress=report)
+        return asyncio.run(run)
+    finally:
+        world.stop()

@@ -22,11 +22,16 @@ def module_of(path: Path) -> str:
     return ".".join(("sao", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
+MODULES = {module_of(path) for path in FILES}
+
+
 def own_imports(tree: ast.AST) -> list[tuple[str, int]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sao":
-            found.append((node.module, node.col_offset))
+            # `from sao.package import file` imports the file.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(name if name in MODULES else node.module, node.col_offset) for name in names]
         elif isinstance(node, ast.Import):
             found += [(alias.name, node.col_offset) for alias in node.names if alias.name.split(".")[0] == "sao"]
     return found

@@ -20,7 +20,6 @@ from sao.store.records import Admitted, AttemptEnded, Dropped, Finished, Publish
 from sao.training.scripted import ScriptedTrainer
 from sao.types import FailureKind, Rollout, Sequence, Snapshot, StopReason, Task, Timings
 
-
 START = Snapshot(version=0, parent=None, location="", checksum="")
 
 

@@ -72,8 +72,7 @@ def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerC
     actor = load_folder(model, dtype=dtype, attention=config.model.attention)
     critic = None
     if config.algorithm.advantage != "given":
-        backbone = load_folder(model, dtype=dtype, attention=config.model.attention)
-        critic = Critic(backbone.base_model, freeze=config.trainer.freeze)
+        critic = Critic.from_actor(actor, freeze=config.trainer.freeze)
     core = TrainerCore(
         actor=actor,
         critic=critic,

@@ -1,6 +1,8 @@
 """The command `sao`."""
 
+import json
 import os
+import resource
 import sys
 import tempfile
 import traceback
@@ -55,6 +57,7 @@ USER_ERRORS = (
     LogWriteError,
     TeacherError,
     WorkerStartError,
+    OSError,
 )
 """Errors whose message says all there is to say; others are faults of this program and show where they came from."""
 
@@ -128,8 +131,11 @@ def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, l
 def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpoint | None) -> None:
     console = Console(highlight=False)
     console.print(f"run folder: {folder.path}")
-    with ConsoleReporter(config.loop.steps, console) as reporter:
-        outcome = run_stages(config, folder, reporter, last=last, checkpoint=checkpoint)
+    try:
+        with ConsoleReporter(config.loop.steps, console) as reporter:
+            outcome = run_stages(config, folder, reporter, last=last, checkpoint=checkpoint)
+    finally:
+        _count_time(folder)
     if outcome is None:
         console.print(f"stopped after {last}; go on with: sao resume {folder.path}")
         return
@@ -218,6 +224,15 @@ def _policy(what: Path, override: list[str] | None, checkpoint: Path | None, scr
     if what.is_dir():
         return policy_of_run(config, RunFolder.open(what), checkpoint)
     return policy_of_config(config, scratch)
+
+
+def _count_time(folder: RunFolder) -> None:
+    """Add this process's core-seconds, its children's included, to those of earlier starts of the run."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    environment = json.loads(folder.environment.read_text())
+    before = environment.get("core_seconds", 0.0)
+    environment["core_seconds"] = round(before + sum(each.ru_utime + each.ru_stime for each in used), 1)
+    folder.write_environment(environment)
 
 
 @app.command()

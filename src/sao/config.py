@@ -122,11 +122,11 @@ class RunConfig:
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     """Critic-free baselines, for comparison."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Optimisation."""
+    """How actor and critic are optimised."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Sampling."""
+    """The engine that samples tokens."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """Limits of an episode."""
+    """Limits of an episode, and its sampling."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How many rollouts, how far ahead."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -208,8 +208,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = text.strip()
     if isinstance(table, list):
         table[_index(table, leaf, key)] = value
-    else:
+    elif isinstance(table, dict):
         table[leaf] = value
+    else:
+        raise ConfigError(f"override {key}: {sections[-1]} is a value, not a section")
 
 
 def _enter(table: Any, section: str, key: str) -> Any:

@@ -192,7 +192,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         stack.callback(log.close)
 
         async def commit(record: Commit) -> None:
-            await commit_run(folder, trainer, record)
+            await commit_run(folder, trainer, record, clock)
 
         if checkpoint is None:
             if config.value_pretraining is not None:
@@ -242,7 +242,7 @@ def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], N
     return interrupt
 
 
-async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit) -> None:
+async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit, clock: Clock) -> None:
     """Save the trainer and rename the checkpoint into place."""
     draft = folder.begin_checkpoint(record.step)
     (draft / "trainer").mkdir()
@@ -254,7 +254,8 @@ async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit) -> Non
         baseline=record.baseline,
         counters=record.accounts,
     )
-    folder.commit_checkpoint(draft, manifest)
+    # Checksums and syncing of a large model take seconds, which the loop must not.
+    await clock.external(lambda: folder.commit_checkpoint(draft, manifest), cost=0.0)
 
 
 async def pretrain_values(prepared: Prepared, clock: Clock, trainer: Trainer, worker: RolloutWorker) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sao.algorithm.losses import (
     check_band,
-    count_kept,
     decoupled_ppo_policy_loss,
     dis_policy_loss,
     icepop_policy_loss,
@@ -82,7 +81,6 @@ def test_a_ratio_exactly_on_a_bound_is_rejected():
     loss, sums = dis_policy_loss(actor, rollout, advantages, actions, ratio_low=low, ratio_high=high, denominator=1)
     assert gradient(loss, actor) == pytest.approx([0, -1, 0])
     assert (sums.masked_low, sums.masked_high) == (1, 1)
-    assert count_kept(actor, rollout, actions, ratio_low=low, ratio_high=high) == 1
 
 
 def test_bounds_are_bounds_not_epsilons():
@@ -109,7 +107,7 @@ def test_rewarded_tokens_are_pushed_up_also_when_rare(logprob):
 @settings(max_examples=40, deadline=None)
 def test_two_spellings_of_dis_give_one_gradient_inside_the_band(seed):
     """Catches a wrong weight: - sg(r) A log pi and the surrogate - r A have the same gradient."""
-    actor, rollout, advantages, actions = random_batch(seed, spread=0.1)
+    actor, rollout, advantages, actions = random_batch(seed, spread=0.04)
     actor.requires_grad_()
     loss, sums = dis(actor, rollout, advantages, actions, denominator=7)
     assert sums.masked_low + sums.masked_high == 0
@@ -336,15 +334,6 @@ def test_trajectory_mean_weighs_rollouts_alike():
     assert torch.autograd.grad(loss, actor)[0].tolist() == [[-0.5, 0, 0, 0], [-0.125] * 4]
     with pytest.raises(ValueError, match="want"):
         trajectory_mean_denominator(actions.sum(1)[:, None], num_trajectories=2)
-
-
-def test_kept_tokens_are_counted_as_the_loss_keeps_them():
-    """Catches a count with closed bounds, or one that looks off the mask."""
-    actor, rollout, advantages, actions = random_batch(9)
-    _, sums = dis(actor, rollout, advantages, actions, denominator=1)
-    kept = count_kept(actor, rollout, actions, ratio_low=0.7, ratio_high=6.0)
-    assert kept == sums.tokens - sums.masked_low - sums.masked_high
-    assert 0 < kept < sums.tokens
 
 
 # ------------------------------------------------------------------------------------------------------- the critic

@@ -117,11 +117,11 @@ def test_a_hung_grading_is_a_failure_of_the_world_and_the_next_one_works() -> No
     pool = MathGrader(GraderConfig(workers=1, timeout_s=1.5))
     assert pool.grade(task("1/2"), "2/4").reward == 1.0
     (hanging,) = pool._running
-    for _ in range(2):
-        with pytest.raises(WorldError, match=r"took more than 1\.5 s"):
-            pool.grade(task("3"), "\\binom{10^9}{10^8}")
+    with pytest.raises(WorldError, match=r"took more than 1\.5 s"):
+        pool.grade(task("3"), "\\binom{10^9}{10^8}")
     assert hanging.process.returncode is not None
     assert len(pool._running) == 0
+    assert pool.grade(task("1/2"), "3/6").reward == 1.0
     pool.stop()
 
 

@@ -87,7 +87,7 @@ from sao.envs.sandbox import SandboxConfig, SandboxPython, UnprotectedPython
 tools = [SandboxPython(), SandboxPython(), UnprotectedPython(unprotected=True)]
 forks = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    os.fork()\\n"
 for tool in tools:
-    print(tool.run("import os\nprint(os.getcwd())").output, end="")
+    print(tool.run("import os; print(os.getcwd())").output, end="")
     threading.Thread(target=tool.run, args=(forks + "while True: time.sleep(1)",), daemon=True).start()
 time.sleep(0.7)
 print("ready", flush=True)
@@ -205,24 +205,31 @@ def test_a_bubblewrap_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.M
     assert sandbox_problem(SandboxConfig(start_timeout_s=1.0)) is not None
 
 
+def run_until_stopped(tool: SandboxPython, code: str) -> None:
+    with pytest.raises(WorldError):
+        tool.run(code)
+
+
 def test_unprotected_python_needs_its_switch() -> None:
     """Catches model-written code that runs with our rights because a default or a fallback said so."""
     with pytest.raises(ValueError, match="unprotected is False"):
         UnprotectedPython()
     tool = UnprotectedPython(SandboxConfig(timeout_s=1.0), unprotected=True)
     assert tool.run("x = 6\nx * 7").output == "42\n"
-    folder = tool.run("import os\nprint(os.getcwd())").output.strip()
+    folder = tool.run("import os; print(os.getcwd())").output.strip()
     assert tool.run(
         "import os, time\nos.fork()\nos.setpgid(0, 0) if os.getpid() != os.getsid(0) else 0\ntime.sleep(9)"
     ).timed_out
     assert "NameError" in tool.run("x").output
     assert Path(folder).is_dir()
     forks = "import os, threading, time\nfor _ in range(3): os.fork()\nwhile True: time.sleep(1)"
-    threading.Thread(target=lambda: pytest.raises(WorldError, tool.run, forks), daemon=True).start()
+    thread = threading.Thread(target=run_until_stopped, args=(tool, forks))
+    thread.start()
     agent = tool._sandbox._agent
     assert agent is not None
     assert wait_until(lambda: len(descendants(agent.process.pid)) == 8)
     inside = descendants(agent.process.pid)
     tool.stop()
+    thread.join()
     assert wait_until(lambda: gone(inside))
     assert not Path(folder).exists()

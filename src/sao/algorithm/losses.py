@@ -209,16 +209,6 @@ def value_loss(
     return 0.5 * (squares / _denominator(denominator, action_mask)).sum()
 
 
-@torch.no_grad()
-def count_kept(
-    actor_logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor, *, ratio_low: float, ratio_high: float
-) -> int:
-    """Action tokens inside the open band: the denominator "kept tokens", from a pass without gradient."""
-    _check_shapes(actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, action_mask=action_mask)
-    ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask).exp()
-    return int((action_mask & (ratio > ratio_low) & (ratio < ratio_high)).sum())
-
-
 def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: int) -> Tensor:
     """(B, 1): rollouts in the batch times l of the row's rollout, so that each rollout weighs the same."""
     if num_action_tokens.ndim != 1 or num_trajectories < 1:

@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch import Tensor, where
 
-from sao.algorithm import advantages as adv
-from sao.algorithm import losses
+import sao.algorithm.advantages as adv
+import sao.algorithm.losses as losses
 from sao.algorithm.diagnostics import PolicyDiagnostics
 
 AdvantageName = Literal["skip_observation", "observation_inclusive", "step_mean", "step_last", "given"]

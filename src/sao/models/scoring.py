@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sao.models.packed_attention import packed_mask
-
 from sao.models.load import output_head
+from sao.models.packed_attention import packed_mask
 
 
 def hidden_states(backbone: nn.Module, token_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from sao.store.log import LogContents
 from sao.store.records import Admitted, AttemptEnded, Dropped, Finished, Published, Record, Trained
@@ -95,8 +96,8 @@ class _History:
     next_position: int = 0
     steps: list[TrainedStep] = field(default_factory=list)
 
-    def take(self, record: Record, consumed: frozenset[str]) -> None:
-        """Enter any record but a trained one."""
+    def take(self, record: Record) -> None:
+        """Enter a record."""
         match record:
             case Admitted():
                 self.cursor = max(self.cursor, record.cursor)
@@ -105,16 +106,14 @@ class _History:
             case AttemptEnded():
                 self.ended[record.rollout_id] = record
             case Finished():
-                self._finish(record, consumed)
+                self._finish(record)
             case Dropped():
                 self.dropped[record.rollout_id] = record.reason
             case Published():
                 self._version(record.snapshot.version, record.snapshot.parent)
             case Trained():
-                steps = (record.step, record.version, record.parent)
-                self.take_trained(
-                    TrainedStep(step=steps[0], version=steps[1], parent=steps[2], rollout_ids=record.rollout_ids)
-                )
+                numbers = {"step": record.step, "version": record.version, "parent": record.parent}
+                self.take_trained(TrainedStep(**numbers, rollout_ids=record.rollout_ids))
 
     def take_trained(self, trained: TrainedStep) -> None:
         """Enter a step."""
@@ -122,13 +121,25 @@ class _History:
         if trained.version != trained.parent:
             self._version(trained.version, trained.parent)
 
+    def take_consumed(self, fields: Mapping[str, Any]) -> bool:
+        """Enter a finished rollout that was consumed, by its header; False where that does not say enough."""
+        rollout, position = fields["rollout"], fields.get("position")
+        names = [rollout.get(name) for name in ("task_id", "id", "group_id")]
+        if not isinstance(position, int) or not all(isinstance(name, str) for name in names):
+            return False
+        self._attempt(*names)
+        self.finished[rollout["task_id"]] = rollout["id"]
+        self.untrainable[rollout["id"]] = Fate.TRAINED
+        self.next_position = max(self.next_position, position + 1)
+        return True
+
     def _attempt(self, task_id: str, rollout_id: str, group_id: str) -> None:
         self.groups.setdefault(task_id, group_id)
         attempts = self.attempts.setdefault(task_id, [])
         if rollout_id not in attempts:
             attempts.append(rollout_id)
 
-    def _finish(self, record: Finished, consumed: frozenset[str]) -> None:
+    def _finish(self, record: Finished) -> None:
         rollout = record.rollout
         # The admission may have been lost to damage.
         self._attempt(rollout.task_id, rollout.id, rollout.group_id)
@@ -140,8 +151,6 @@ class _History:
         if not rollout.trainable:
             infrastructure = rollout.failure is FailureKind.INFRASTRUCTURE
             self.untrainable[rollout.id] = Fate.INFRASTRUCTURE_FAILURE if infrastructure else Fate.DROPPED
-        elif rollout.id in consumed:
-            self.untrainable[rollout.id] = Fate.TRAINED
         else:
             self.waiting[rollout.id] = (record.position, rollout)
 
@@ -190,11 +199,13 @@ def _read(contents: LogContents, consumed: frozenset[str] | None) -> _History:
                 numbers = {name: frame.fields[name] for name in names}
                 history.take_trained(TrainedStep(**numbers, rollout_ids=tuple(frame.fields["rollout_ids"])))
                 continue
-        elif frame.kind == "finished" and consumed is None:
-            continue
+        elif frame.kind == "finished":
+            rollout = frame.fields.get("rollout", {})
+            if consumed is None or (rollout.get("id") in consumed and history.take_consumed(frame.fields)):
+                continue
         record = contents.decode(frame)
         if record is not None:
-            history.take(record, consumed or frozenset())
+            history.take(record)
     return history
 
 

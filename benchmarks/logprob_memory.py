@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=50_000)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens whose logits exist at once, chunked")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits exist at once, chunked")
     parser.add_argument("--measure", type=int, help="chunk size to measure in this process")
     chosen = parser.parse_args()
     if chosen.measure is not None:

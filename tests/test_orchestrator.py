@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sao.clock import VirtualClock, run_virtual
 from sao.engines.protocol import EngineHealth
 from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
+from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
-from sao.pipeline.baselines import CriticBaseline
+from sao.pipeline.baselines import Baseline, CriticBaseline, RunningMeanBaseline
 from sao.rollout.worker import rollout_id
 from sao.store.records import Admitted, AttemptEnded, Dropped, Finished, Published, Record, Trained
 from sao.training.scripted import ScriptedTrainer
@@ -147,16 +148,24 @@ async def run_loop(
     critic_seconds: float = 1.0,
     skip_steps: frozenset[int] = frozenset(),
     start: Start | None = None,
+    baseline: Baseline | None = None,
+    worker: type[TimedWorker] = TimedWorker,
+    evaluations: list[int] | None = None,
 ) -> Setting:
     clock = VirtualClock()
     engine = TimedEngine(load_seconds)
     trainer = ScriptedTrainer(
         clock=clock, actor_seconds=actor_seconds, critic_seconds=critic_seconds, skip_steps=skip_steps
     )
-    setting = Setting(ListLog(), TimedWorker(engine, fail, empty), trainer, [], [])
+    setting = Setting(ListLog(), worker(engine, fail, empty), trainer, [], [])
 
     async def commit(record: Commit) -> None:
         setting.commits.append(record)
+
+    async def evaluate(snapshot: Snapshot, step: int) -> Metrics:
+        assert evaluations is not None
+        evaluations.append(step)
+        return {}
 
     parts = Parts(
         clock=clock,
@@ -164,11 +173,11 @@ async def run_loop(
         worker=setting.worker,
         engine=engine,  # type: ignore[arg-type]
         trainer=trainer,
-        baseline=CriticBaseline(),
+        baseline=baseline or CriticBaseline(),
         log=setting.log,
         commit=commit,
-        evaluate=None,
-        evaluate_every=10,
+        evaluate=None if evaluations is None else evaluate,
+        evaluate_every=2,
         emit=lambda step, version, stage, metrics: setting.rows.append(
             (step, version, stage, {key: metric.value for key, metric in metrics.items()})
         ),
@@ -349,3 +358,62 @@ def test_stopping_finishes_the_step_and_commits():
     assert 0 < outcome.steps < 1000
     assert commits[-1].step == outcome.steps
     assert len(commits[-1].consumed) == outcome.steps * 4
+
+
+@dataclass(kw_only=True)
+class WatchedBaseline(RunningMeanBaseline):
+    """The running mean, with what it gave."""
+
+    given: list[tuple[float, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(128, per_prompt=False)
+
+    def advantages(self, rollouts: list[Rollout]) -> tuple[float, ...]:
+        self.given.append(super().advantages(rollouts))
+        return self.given[-1]
+
+
+def test_a_baseline_sees_a_batch_only_after_it_was_compared_with_what_came_before():
+    """Catches a reward in its own baseline, and a batch that is compared before the one before it was observed.
+
+    All rewards are 0: the first batch is compared with the start of the mean, 0.5, and every later one with 0.
+    """
+    baseline = WatchedBaseline()
+    setting = run_virtual(run_loop(loop_config(steps=3, concurrency=12), baseline=baseline))
+    assert baseline.given == [(-0.5,) * 4, (0.0,) * 4, (0.0,) * 4]
+    assert setting.commits[-1].baseline == {"rewards": {"": [0.0] * 12}}
+
+
+def test_an_incident_that_fails_all_that_is_running_does_not_stop_the_run():
+    """Catches one dead process of a hundred episodes taken for a broken world: what is tried again succeeds."""
+
+    class OneIncident(TimedWorker):
+        async def run(self, task: Task, *, group_id: str, attempt: int, seed: int) -> Rollout:
+            rollout = await super().run(task, group_id=group_id, attempt=attempt, seed=seed)
+            died = attempt == 0 and int(task.id[1:]) < 100
+            return make_rollout(task, group_id, attempt, [], FailureKind.INFRASTRUCTURE) if died else rollout
+
+    config = loop_config(steps=8, batch_size=50, concurrency=100, max_failure_share=0.3)
+    setting = run_virtual(run_loop(config, worker=OneIncident))
+    assert setting.outcome is not None
+    assert setting.outcome.reason == "steps done"
+    counts = setting.rows[-1][3]
+    assert (counts["loop/infrastructure_failures"], counts["loop/retried"], counts["loop/dropped"]) == (100, 100, 0)
+
+
+def test_a_finished_run_that_is_resumed_only_evaluates_what_it_has_not():
+    """Catches a final evaluation that a crash took for ever, and one that is repeated with every resume."""
+    for evaluated, expected in ((False, [5]), (True, [])):
+        asked: list[int] = []
+        start = Start(step=5, version=0, evaluated=evaluated)
+        run_virtual(run_loop(loop_config(steps=5), start=start, evaluations=asked))
+        assert asked == expected
+
+
+def test_every_evaluation_happens_once():
+    """Catches a step that is evaluated twice because it is due and also the last."""
+    for size, expected in ((None, [0, 2, 4, 5]), (12, [0, 2, 3])):
+        asked: list[int] = []
+        run_virtual(run_loop(loop_config(steps=5), size=size, evaluations=asked))
+        assert asked == expected

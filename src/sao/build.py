@@ -81,7 +81,7 @@ def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerC
         value_pretraining=config.value_pretraining.fit if config.value_pretraining else None,
         seed=config.seed,
     )
-    return core, SnapshotStore(snapshots, keep=config.trainer.keep_snapshots)
+    return core, SnapshotStore(snapshots)
 
 
 def make_trainer(config: RunConfig, clock: Clock, model: Path, snapshots: Path) -> Trainer:

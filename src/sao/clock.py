@@ -8,6 +8,7 @@ virtual run is deterministic.
 import asyncio
 import heapq
 import itertools
+import math
 import selectors
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -102,12 +103,16 @@ class VirtualClock:
 
 @asynccontextmanager
 async def limit(seconds: float | None, waiting_for: str) -> AsyncGenerator[None]:
-    """Bound a wait; raises WaitTimeoutError naming what was waited for. None means no limit (virtual time)."""
+    """Bound a wait; raises WaitTimeoutError naming what was waited for. None means no limit (virtual time).
+
+    A TimeoutError of what is waited for itself is passed on as it is.
+    """
+    bound = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with bound:
             yield
     except TimeoutError as error:
-        if isinstance(error, WaitTimeoutError):
+        if not bound.expired() or isinstance(error, WaitTimeoutError):
             raise
         raise WaitTimeoutError(f"waited {seconds:g} s for {waiting_for}") from error
 
@@ -153,15 +158,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        self._clock_resolution = 1e-6
         self._jumping.next_timer = lambda: self._scheduled[0].when()  # type: ignore[attr-defined]
+
+    @property
+    def _clock_resolution(self) -> float:
+        """asyncio runs timers before time + resolution; far from 0 that sum must still be above the time itself."""
+        return max(1e-6, 2 * math.ulp(self._jumping.time))
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, _: float) -> None:
+        """What asyncio sets is the resolution of the real clock, which nothing here reads."""
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._jumping.time
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        """Schedule at a virtual time; ties run in the order of scheduling."""
+        """Schedule at a virtual time; ties run in the order of scheduling. Raises ValueError for a time without end."""
+        if not math.isfinite(when):
+            raise ValueError(f"virtual time cannot reach {when}; a cost or a wait is not finite")
         timer = _OrderedTimer(when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
         timer._scheduled = True  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
 """The rollout side of the loop: tasks are admitted, played and settled, and the finished ones wait for a batch."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 from sao.clock import Clock, Signal
 from sao.envs.protocol import TaskSource
 from sao.loop import Log, LoopConfig, LoopError, Start
 from sao.observe.metrics import Metric, last
-from sao.pipeline.accounts import Accounts
+from sao.pipeline.accounts import NO_TRIES_LEFT, UNTRAINABLE, Accounts
 from sao.pipeline.admission import Admission, Member
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.worker import rollout_seed
@@ -17,7 +17,10 @@ from sao.types import FailureKind, Rollout
 
 
 class Intake:
-    """Everything between the task source and a batch. `fresh` says whether the engine's weights allow admission."""
+    """Everything between the task source and a batch.
+
+    `fresh` says whether the engine's weights allow admission; `engine_lives` raises if the engine is gone.
+    """
 
     def __init__(
         self,
@@ -32,10 +35,11 @@ class Intake:
         changed: Signal,
         fresh: Callable[[], bool],
         engine_version: Callable[[], int],
+        engine_lives: Callable[[], Awaitable[None]],
     ) -> None:
         self._clock, self._source, self._worker, self._log = clock, source, worker, log
         self._config, self._seed, self._changed = config, seed, changed
-        self._fresh, self._engine_version = fresh, engine_version
+        self._fresh, self._engine_version, self._engine_lives = fresh, engine_version, engine_lives
         self._admission = Admission(
             batch_size=config.batch_size,
             group_size=config.group_size,
@@ -134,6 +138,9 @@ class Intake:
                 self._players[member.key] = player
             else:
                 self._admit_next()
+            if not self._clock.virtual:
+                # Thousands of starts at once would stop the loop for seconds.
+                await asyncio.sleep(0)
 
     async def collect(self) -> None:
         """Takes rollouts that ended; gives finished ones to the batch, once they are durable. Woken by each ending."""
@@ -141,6 +148,9 @@ class Intake:
             ended = [await self._ended.get()]
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
+            if any(rollout.failure is FailureKind.INFRASTRUCTURE for _, rollout in ended):
+                # With the engine gone everything fails at once. That ends the run, and must not use up these tasks.
+                await self._engine_lives()
             good = [pair for pair in ended if self._settle(*pair)]
             for _, rollout in good:
                 self._log.append(Finished(rollout=rollout, position=self._position))
@@ -222,12 +232,12 @@ class Intake:
         if member.key not in self._admission.running:
             return False  # its group was lost while it ended, and it was counted then
         failed = rollout.failure is FailureKind.INFRASTRUCTURE
-        self.accounts.attempt(failed=failed)
+        self.accounts.attempt(failed=failed, retry=member.failures > 0)
         if rollout.trainable:
             return True
         if not failed:
             self.accounts.add("untrainable")
-            self._lose_group(member, "untrainable: no action token")
+            self._lose_group(member, UNTRAINABLE)
             return False
         self._settle_failure(member, rollout)
         return False
@@ -243,18 +253,18 @@ class Intake:
                 retried=retried,
             )
         )
-        share = self.accounts.failure_share
+        share = self.accounts.failure_share(retries=self._config.max_retries > 0)
         if share > self._config.max_failure_share:
             raise LoopError(
                 f"{share:.0%} of the last attempts failed by infrastructure (loop.max_failure_share is "
-                f"{self._config.max_failure_share:.0%}). Repair the cause, then `sao resume`. The last one: "
+                f"{self._config.max_failure_share:.0%}). Repair the cause, then `sao resume`. The last failure: "
                 f"{rollout.failure_text}"
             )
         if retried:
             self.accounts.add("retried")
             self._record_admission(self._admission.pending[0])
         else:
-            self._lose_group(member, "infrastructure failure, no tries left")
+            self._lose_group(member, NO_TRIES_LEFT)
 
     def _lose_group(self, member: Member, reason: str) -> None:
         """Drop the group of a member that is lost for good."""

@@ -43,7 +43,8 @@ class LoopConfig:
     max_retries: int = 3
     """Further tries after infrastructure failures, per rollout."""
     max_failure_share: float = 0.5
-    """The run stops when more than this share of the last 100 attempts (at least 20) failed by infrastructure."""
+    """The run stops when more than this share of the last 100 attempts (at least 20) failed by infrastructure, and of
+    the last 100 retries (at least 5) too: one incident fails all that is running, a broken world also what follows."""
     batch_timeout_s: float = 1800.0
     """Longest wait for a batch, in seconds of real time."""
     trainer_timeout_s: float = 7200.0
@@ -59,8 +60,14 @@ class LoopConfig:
         for name in ("steps", "batch_size", "group_size", "concurrency", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_batches_ahead < 0 or self.max_retries < 0 or self.max_age < 0:
-            raise ValueError("loop.max_batches_ahead, loop.max_retries and loop.max_age must not be negative")
+        for name in ("max_batches_ahead", "max_retries", "max_age"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be 0 or above")
+        for name in ("batch_timeout_s", "trainer_timeout_s", "engine_timeout_s", "supervise_every_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be above 0 seconds")
+        if not 0 <= self.max_failure_share <= 1:
+            raise ValueError(f"loop.max_failure_share is {self.max_failure_share}; it must lie between 0 and 1")
         if self.batch_size % self.group_size:
             raise ValueError(
                 f"loop.batch_size {self.batch_size} is not a multiple of loop.group_size {self.group_size}; "
@@ -90,8 +97,13 @@ class Start:
     finished: tuple[Rollout, ...] = ()
     """Finished and not consumed, in completion order."""
     consumed: tuple[str, ...] = ()
+    """Ids of the rollouts trained so far, in order."""
     baseline: dict[str, object] = field(default_factory=dict)
+    """State of the baseline."""
     accounts: dict[str, int] = field(default_factory=dict)
+    """Counts so far."""
+    evaluated: bool = False
+    """Whether these weights have had their evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

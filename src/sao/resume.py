@@ -2,37 +2,80 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from sao.loop import Start
+from sao.pipeline.accounts import NO_TRIES_LEFT, UNTRAINABLE
 from sao.pipeline.admission import Member
+from sao.store.files import read_json_lines
 from sao.store.records import Admitted
 from sao.store.replay import LogState, replay
-from sao.store.run_folder import Checkpoint
+from sao.store.run_folder import Checkpoint, Manifest, RunFolder
 
 
-def start_from(checkpoint: Checkpoint, log: Path, *, group_size: int) -> Start:
+def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) -> Start:
     """Where the loop goes on after `checkpoint`: nothing finished is lost, nothing consumed comes again."""
     manifest = checkpoint.manifest
-    state = replay(log, consumed=manifest.consumed, step=manifest.step, version=manifest.version)
-    pending = [_again(record) for record in state.interrupted]
-    edges = tuple(sorted(state.versions.parents.items())) or ((manifest.version, None),)
+    state = replay(folder.log, consumed=manifest.consumed, step=manifest.step, version=manifest.version)
+    pending = [_again(record, state) for record in state.interrupted]
     return Start(
         step=manifest.step,
         version=manifest.version,
-        edges=edges,
+        edges=_edges(state, manifest),
         highest=max(state.highest_version, manifest.version),
-        cursor=state.cursor,
+        cursor=_cursor(state),
         position=state.next_position,
         pending=(*pending, *_never_admitted(state, pending, group_size)),
         finished=state.waiting,
         consumed=manifest.consumed,
         baseline=dict(manifest.baseline),
-        accounts={name: int(count) for name, count in manifest.counters.items()},
+        accounts=_accounts(state, manifest),
+        evaluated=_evaluated(folder, manifest),
     )
 
 
-def _again(record: Admitted) -> Member:
+def _cursor(state: LogState) -> int:
+    """Tasks taken. The last admission may be lost to damage while the rollout that it led to is not."""
+    return max(state.cursor, len({task_id.rpartition("#")[0] or task_id for task_id in state.fates}))
+
+
+def _edges(state: LogState, manifest: Manifest) -> tuple[tuple[int, int | None], ...]:
+    """The version tree; a version whose record was lost to damage is taken for a child of the one before it."""
+    parents = dict(state.versions.parents)
+    sampled = {
+        int(version)
+        for rollout in state.waiting
+        for sequence in rollout.sequences
+        for version in sequence.policy_versions[sequence.action_mask]
+    }
+    for version in sorted(sampled | {manifest.version}):
+        if version not in parents:
+            parents[version] = max((known for known in parents if known < version), default=None)
+    return tuple(sorted(parents.items()))
+
+
+def _accounts(state: LogState, manifest: Manifest) -> dict[str, int]:
+    """What became of all rollouts, by the log; what it does not know is the checkpoint's."""
+    fates, reasons = state.counts, list(state.drop_reasons.values())
+    failures = sum(state.infrastructure_failures.values())
+    return {
+        **{name: int(count) for name, count in manifest.counters.items()},
+        "admitted": len(state.fates),
+        "finished": state.next_position,
+        "trained": fates["trained"],
+        "dropped": sum(reason not in (UNTRAINABLE, NO_TRIES_LEFT) for reason in reasons),
+        "untrainable": reasons.count(UNTRAINABLE),
+        "infrastructure_failures": failures,
+        "retried": failures - fates["infrastructure_failure"],
+    }
+
+
+def _evaluated(folder: RunFolder, manifest: Manifest) -> bool:
+    rows = read_json_lines(folder.metrics).rows
+    wanted = ("eval", manifest.step, manifest.version)
+    return any((row.get("stage"), row.get("step"), row.get("version")) == wanted for row in rows)
+
+
+def _again(record: Admitted, state: LogState) -> Member:
     return Member(
         task=record.task,
         group_id=record.group_id,
@@ -40,6 +83,7 @@ def _again(record: Admitted) -> Member:
         attempt=record.attempt + 1,
         cursor=record.cursor,
         admitted=record.clock_seconds,
+        failures=state.infrastructure_failures.get(record.task.id, 0),
     )
 
 
@@ -57,10 +101,11 @@ def _never_admitted(state: LogState, pending: Iterable[Member], group_size: int)
         known.setdefault(task_id.rpartition("#")[0], set()).add(task_id)
     missing: list[Member] = []
     for member in {member.group_id: member for member in pending}.values():
-        if member.group_id in state.broken_groups:
+        if member.group_id in state.broken_groups or member.key == member.group_id:
             continue
         for index in range(group_size):
             task_id = f"{member.group_id}#{index}"
-            if task_id not in known[member.group_id]:
-                missing.append(replace(member, task=replace(member.task, id=task_id), index=index, attempt=0))
+            if task_id not in known.get(member.group_id, ()):
+                fresh = replace(member, task=replace(member.task, id=task_id), index=index, attempt=0, failures=0)
+                missing.append(fresh)
     return missing

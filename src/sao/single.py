@@ -65,7 +65,7 @@ async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGe
     """A worker that plays the policy, with an engine of its own."""
     clock = RealClock()
     model = load_folder(policy.model)
-    snapshot = SnapshotStore(scratch / "snapshots", keep=1).write(model, version=0, parent=None)
+    snapshot = SnapshotStore(scratch / "snapshots").write(model, version=0, parent=None)
     engine = await make_engine(policy.config, clock, snapshot)
     try:
         worker, world = await make_worker(policy.config, clock, engine, policy.tokenizer, purpose=purpose)
@@ -117,6 +117,7 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
         raise ValueError(f"{out} exists already; name another folder")
     config, source = policy.config, make_source(policy.config.tasks, "train", seed=policy.config.seed)
     tasks = [task for task in map(source.at, range(count)) if task is not None]
+    (out / "log").mkdir(parents=True)
     log = RolloutLogWriter(out / "log")
     done: list[Rollout] = []
 

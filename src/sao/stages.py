@@ -47,6 +47,7 @@ from sao.store.records import Finished
 from sao.store.run_folder import Checkpoint, Manifest, RunFolder
 from sao.training.protocol import Trainer
 from sao.training.sft import fit_sft, render_trace
+from sao.training.weights import prune_snapshots
 from sao.types import Rollout
 
 Last = Literal["sft", "value_pretraining", "train"]
@@ -179,7 +180,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         start = Start()
         if checkpoint is not None:
             await trainer.load(str(checkpoint.path / "trainer"))
-            start = start_from(checkpoint, folder.log, group_size=config.loop.group_size)
+            start = start_from(checkpoint, folder, group_size=config.loop.group_size)
             folder.write_event(f"resumed at step {start.step}, version {start.version}")
         snapshot = await trainer.publish_initial(start.version, dict(start.edges)[start.version])
         engine = await make_engine(config, clock, snapshot)
@@ -215,7 +216,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             evaluate=evaluator,
             evaluate_every=config.evaluation.every_steps,
             emit=prepared.emit,
-            prune=lambda versions: None,
+            prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
         )
         orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
         if not clock.virtual:

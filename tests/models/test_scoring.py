@@ -68,8 +68,9 @@ def test_packed_and_chunked_equal_separate_and_whole(architecture: str, chunk_to
     for ours, theirs in zip(scored, expected, strict=True):
         assert ours.dtype is torch.float32
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    (scored[0] @ weights + scored[1] @ weights.flip(0)).backward()
-    (expected[0] @ weights + expected[1] @ weights.flip(0)).backward()
+    assert not scored[1].requires_grad
+    (scored[0] @ weights).backward()
+    (expected[0] @ weights).backward()
     for (name, ours), theirs in zip(packed_model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text
@@ -106,10 +107,10 @@ def test_the_logits_of_a_long_sequence_never_exist():
     model = make("qwen3", vocab_size=501)
     tokens = torch.randint(0, 501, (1, 200), generator=torch.Generator().manual_seed(0))
     with LargestTensor(501) as watch:
-        logprobs, entropy = action_logprobs(
+        logprobs, _ = action_logprobs(
             model, tokens, torch.arange(200)[None], torch.arange(199), tokens[0, 1:], chunk_tokens=16
         )
-        (logprobs.sum() + entropy.sum()).backward()
+        logprobs.sum().backward()
     assert watch.rows == 16
 
 

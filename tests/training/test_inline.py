@@ -25,7 +25,7 @@ def test_the_snapshot_leaves_before_the_critic_trains(tmp_path: Path):
         update_seconds=0.25,
     )
     clock = VirtualClock()
-    trainer = InlineTrainer(core, SnapshotStore(tmp_path, keep=2), clock, cost)
+    trainer = InlineTrainer(core, SnapshotStore(tmp_path), clock, cost)
     batch = make_batch(lengths=(10, 6))
 
     async def main() -> None:
@@ -55,7 +55,7 @@ def test_the_snapshot_leaves_before_the_critic_trains(tmp_path: Path):
 
 def test_a_skipped_update_publishes_nothing(tmp_path: Path):
     """A version number given to weights that have not changed."""
-    trainer = InlineTrainer(make_core(critic_only_steps=1), SnapshotStore(tmp_path, keep=2), VirtualClock())
+    trainer = InlineTrainer(make_core(critic_only_steps=1), SnapshotStore(tmp_path), VirtualClock())
     update = run_virtual(trainer.update_actor(make_batch(), version=1, parent=0))
     assert update.snapshot is None
     assert update.skipped == "critic_only"
@@ -68,13 +68,13 @@ def test_save_load_and_real_time(tmp_path: Path):
     (tmp_path / "c").mkdir()
 
     async def main() -> None:
-        trainer = InlineTrainer(core, SnapshotStore(tmp_path / "s", keep=2), RealClock())
+        trainer = InlineTrainer(core, SnapshotStore(tmp_path / "s"), RealClock())
         await trainer.update_actor(make_batch(), version=1, parent=0)
         report = await trainer.update_critic()
         assert report.metrics["memory/trainer_mb"].value > 0
         assert report.metrics["time/actor"].value > 0
         await trainer.save(str(tmp_path / "c"))
-        resumed = InlineTrainer(other, SnapshotStore(tmp_path / "s", keep=2), RealClock())
+        resumed = InlineTrainer(other, SnapshotStore(tmp_path / "s"), RealClock())
         await resumed.load(str(tmp_path / "c"))
         assert "value_pretraining/loss" in await resumed.fit_values(make_batch(count=8).rollouts)
         await trainer.stop()
@@ -88,7 +88,7 @@ def test_without_a_critic_nothing_is_fitted_or_charged(tmp_path: Path):
     """Critic-free baselines that pay for a critic."""
     core = make_core(algorithm=AlgorithmConfig(advantage="given"))
     clock = VirtualClock()
-    trainer = InlineTrainer(core, SnapshotStore(tmp_path, keep=2), clock, TrainerCost(actor_token_seconds=0.0))
+    trainer = InlineTrainer(core, SnapshotStore(tmp_path), clock, TrainerCost(actor_token_seconds=0.0))
     batch = make_batch(count=2)
 
     async def main() -> float:

@@ -22,7 +22,7 @@ from sao.training.weights import SnapshotStore
 
 
 def make(folder: str) -> tuple[TrainerCore, SnapshotStore]:
-    return make_core(), SnapshotStore(folder, keep=4)
+    return make_core(), SnapshotStore(folder)
 
 
 def make_nothing(folder: str) -> tuple[TrainerCore, SnapshotStore]:
@@ -52,7 +52,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 def test_the_numbers_are_those_of_the_inline_trainer(shared: Shared, tmp_path: Path):
     """Settings, seeds or threads that differ in the child; a state that a request leaves behind."""
-    inline = InlineTrainer(make_core(), SnapshotStore(tmp_path / "s", keep=4), RealClock())
+    inline = InlineTrainer(make_core(), SnapshotStore(tmp_path / "s"), RealClock())
     (tmp_path / "c").mkdir()
 
     async def play(trainer: InlineTrainer | ProcessTrainer) -> tuple:

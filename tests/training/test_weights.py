@@ -7,14 +7,14 @@ import pytest
 import torch
 from training_toys import VOCABULARY, make_actor, weights
 
-from sao.training.weights import SnapshotStore, folder_checksum, probe_tokens, read_snapshot
+from sao.training.weights import SnapshotStore, folder_checksum, probe_tokens, prune_snapshots, read_snapshot
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_what_is_read_is_what_was_written(architecture: str, tmp_path: Path):
     """Weights lost in a change of names, as with experts that are saved one by one and held fused."""
     actor, other = make_actor(architecture), make_actor(architecture, seed=1)
-    snapshot = SnapshotStore(tmp_path, keep=2).write(actor, version=5, parent=3)
+    snapshot = SnapshotStore(tmp_path).write(actor, version=5, parent=3)
     assert (snapshot.version, snapshot.parent) == (5, 3)
     found = read_snapshot(snapshot, other)
     expected = weights(actor)
@@ -25,7 +25,7 @@ def test_what_is_read_is_what_was_written(architecture: str, tmp_path: Path):
 def test_probe_is_the_models_own_log_probs(tmp_path: Path):
     """A probe that is shifted by one, or of other weights, and lets a stale engine pass."""
     actor = make_actor()
-    snapshot = SnapshotStore(tmp_path, keep=2).write(actor, version=0, parent=None)
+    snapshot = SnapshotStore(tmp_path).write(actor, version=0, parent=None)
     probe = torch.tensor([snapshot.probe_token_ids])
     with torch.no_grad():
         logprobs = torch.log_softmax(actor(input_ids=probe).logits[0], -1)
@@ -35,21 +35,20 @@ def test_probe_is_the_models_own_log_probs(tmp_path: Path):
     assert max(probe_tokens(7)) < 7
 
 
-def test_only_the_newest_are_kept_and_leftovers_go(tmp_path: Path):
-    """A disk that fills up over a thousand steps, or with what a crash left half written."""
-    store, actor = SnapshotStore(tmp_path, keep=2), make_actor()
+def test_old_snapshots_go_and_needed_and_unannounced_ones_stay(tmp_path: Path):
+    """A disk that fills up over a thousand steps; a version deleted while an engine reads it, or before it is known."""
+    store, actor = SnapshotStore(tmp_path), make_actor()
     (tmp_path / "v00000009.partial").mkdir()
-    for version in (9, 10, 11):
+    for version in (9, 10, 11, 12):
         store.write(actor, version=version, parent=version - 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000010", "v00000011"]
-    store.write(actor, version=11, parent=10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000010", "v00000011"]
+    prune_snapshots(tmp_path, keep={9, 11})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000009", "v00000011", "v00000012"]
 
 
 def test_damage_is_named(tmp_path: Path):
     """An engine that goes on with weights of which a part is missing or changed."""
     actor = make_actor()
-    snapshot = SnapshotStore(tmp_path, keep=1).write(actor, version=1, parent=0)
+    snapshot = SnapshotStore(tmp_path).write(actor, version=1, parent=0)
     (file,) = Path(snapshot.location).glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
@@ -64,9 +63,3 @@ def test_damage_is_named(tmp_path: Path):
     file.unlink()
     with pytest.raises(ValueError, match=r"v00000001 holds no \*\.safetensors"):
         read_snapshot(snapshot, actor)
-
-
-def test_keeping_none_is_refused(tmp_path: Path):
-    """A store that removes what it has just published."""
-    with pytest.raises(ValueError, match="0 snapshots are to be kept"):
-        SnapshotStore(tmp_path, keep=0)

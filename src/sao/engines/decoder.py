@@ -24,6 +24,9 @@ LENGTH, CACHED, EMITTED, LIMIT, CEILING, SEED, OFFSET, KNOWN = range(8)
 """Columns of a row's integers: tokens held, of these in the cache, of these given out; lengths at which max_tokens and
 the context end it; seed; token index minus length; tokens that were once in the cache (to count rebuilt ones)."""
 
+_SMALL_FILL = 256
+"""Tokens, padding included, up to which a forward costs a small model about the same."""
+
 
 @dataclass(eq=False, slots=True)
 class Generation:
@@ -368,11 +371,12 @@ class Decoder:
 
 
 def _similar(fills: Sequence[_Fill]) -> list[list[_Fill]]:
-    """Group pieces so that padding at most doubles the work."""
+    """Group pieces so that padding at most doubles the work, or is too little to be worth a forward of its own."""
     groups: list[list[_Fill]] = []
     for fill in sorted(fills, key=lambda fill: fill.start - fill.end):
         size = fill.end - fill.start
-        if groups and size * 2 >= groups[-1][0].end - groups[-1][0].start:
+        widest = groups[-1][0].end - groups[-1][0].start if groups else 0
+        if groups and (size * 2 >= widest or (len(groups[-1]) + 1) * widest <= _SMALL_FILL):
             groups[-1].append(fill)
         else:
             groups.append([fill])

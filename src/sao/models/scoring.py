@@ -42,7 +42,7 @@ def action_logprobs(
     """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy, in nats, fp32.
 
     token_ids, position_ids: (1, T), packed. predictor_index: (N,) place in 0..T-1 of the token before each target.
-    target_ids: (N,). Returns logprobs (N,) and entropy (N,), the latter zeros and without a gradient unless
+    target_ids: (N,). Returns logprobs (N,) and entropy (N,); the entropy has no gradient, and is 0 without
     `with_entropy`. The head is applied to `chunk_tokens` targets at a time, and again in the backward pass.
     """
     if predictor_index.ndim != 1 or predictor_index.shape != target_ids.shape:
@@ -89,5 +89,6 @@ def _score(
         chosen = logits.gather(1, targets[:, None])[:, 0]
         return chosen - logits.logsumexp(1), logits.new_zeros(len(targets))
     logprobs = torch.log_softmax(logits, dim=1)
-    entropy = -(logprobs.exp() * logprobs).sum(1)
+    # With a graph of its own, an entropy that nobody differentiates would keep every chunk's logits alive.
+    entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy

@@ -1,13 +1,17 @@
 """Counts of what became of rollouts, and the metrics of a batch."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from sao.observe.metrics import Metric, last
 from sao.store.versions import VersionTree
 from sao.types import FloatArray, Rollout
+
+UNTRAINABLE = "untrainable: no action token"
+NO_TRIES_LEFT = "infrastructure failure, no tries left"
+"""Reasons on record for a rollout that is lost by itself, and not with its group or by its age."""
 
 
 class Accounts:
@@ -24,23 +28,30 @@ class Accounts:
         "skipped_steps",
     )
 
-    def __init__(self, counts: dict[str, int]) -> None:
+    def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = Counter({name: counts.get(name, 0) for name in self.NAMES})
-        self._failed: deque[bool] = deque(maxlen=100)
+        self._attempts: deque[bool] = deque(maxlen=100)
+        self._retries: deque[bool] = deque(maxlen=100)
 
     def add(self, name: str, number: int = 1) -> None:
         """Count; `name` is one of NAMES."""
         assert name in self.NAMES, name
         self._counts[name] += number
 
-    def attempt(self, *, failed: bool) -> None:
-        """Note how an attempt ended, for the failure share."""
-        self._failed.append(failed)
+    def attempt(self, *, failed: bool, retry: bool = False) -> None:
+        """Note how an attempt ended, for the failure share; `retry`: it came after an infrastructure failure."""
+        self._attempts.append(failed)
+        if retry:
+            self._retries.append(failed)
 
-    @property
-    def failure_share(self) -> float:
-        """Infrastructure failures among the last 100 attempts; 0 before there are 20."""
-        return sum(self._failed) / len(self._failed) if len(self._failed) >= 20 else 0.0
+    def failure_share(self, *, retries: bool) -> float:
+        """Infrastructure failures among the last 100 attempts; 0 before there are 20.
+
+        With `retries` the smaller of this and the share among the last 100 retries, 0 before there are 5: one incident,
+        such as the death of a process, fails all that is running, but what is tried again then succeeds.
+        """
+        share = _share(self._attempts, least=20)
+        return min(share, _share(self._retries, least=5)) if retries else share
 
     def counts(self) -> dict[str, int]:
         """For the checkpoint and the metrics."""
@@ -49,6 +60,10 @@ class Accounts:
     def metrics(self) -> dict[str, Metric]:
         """All counts as loop/ metrics."""
         return {f"loop/{name}": last(count) for name, count in self._counts.items()}
+
+
+def _share(failed: deque[bool], *, least: int) -> float:
+    return sum(failed) / len(failed) if len(failed) >= least else 0.0
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
@@ -75,6 +90,8 @@ def token_ages(rollouts: Sequence[Rollout], tree: VersionTree, current: int) -> 
     versions = [
         sequence.policy_versions[sequence.action_mask] for rollout in rollouts for sequence in rollout.sequences
     ]
+    if not versions:
+        return np.zeros(0, dtype=np.float32)
     unique, inverse = np.unique(np.concatenate(versions), return_inverse=True)
     return np.array([tree.distance(int(version), current) for version in unique], dtype=np.float32)[inverse]
 

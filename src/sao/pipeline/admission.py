@@ -30,6 +30,8 @@ class Member:
     """Tasks taken from the source when this one was admitted, itself included."""
     admitted: float
     """Seconds of the clock."""
+    failures: int = 0
+    """Infrastructure failures so far; interruptions by a stop or a crash are none."""
 
     @property
     def key(self) -> str:
@@ -108,7 +110,8 @@ class Admission:
         whole = {group_id for group_id, members in keys.items() if len(members) == self.group_size}
         for group_id in keys:
             if group_id in whole:
-                self._groups[group_id] = _Group(sorted(keys[group_id]))
+                # Keys of a group differ by their index, so the shorter is the smaller: 2 before 10.
+                self._groups[group_id] = _Group(sorted(keys[group_id], key=lambda key: (len(key), key)))
         self.pending.extend(member for member in pending if member.group_id in whole)
         for rollout in finished:
             if rollout.group_id in whole:
@@ -135,14 +138,14 @@ class Admission:
 
     def retry(self, member: Member) -> bool:
         """A member failed through no fault of the policy: queue it again, first in line, if a try is left."""
-        if member.attempt >= self.max_retries or member.key not in self.running:
+        if member.failures >= self.max_retries or member.key not in self.running:
             return False
         del self.running[member.key]
-        self.pending.appendleft(replace(member, attempt=member.attempt + 1))
+        self.pending.appendleft(replace(member, attempt=member.attempt + 1, failures=member.failures + 1))
         return True
 
     def lose(self, group_id: str) -> tuple[list[Member], list[Rollout]]:
-        """Drop a whole group and free its places; returns its unfinished members, to cancel, and its finished rollouts."""
+        """Drop a whole group and free its places; returns its unfinished members, to cancel, and finished rollouts."""
         group = self._groups.pop(group_id, None)
         if group is None:
             return [], []

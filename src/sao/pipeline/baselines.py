@@ -48,6 +48,10 @@ class BaselineConfig:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"baseline.window is {self.window}; it must be at least 1")
+        if not (self.spo_half_life > 0 and math.isfinite(self.spo_half_life)):
+            raise ValueError(f"baseline.spo_half_life is {self.spo_half_life}; it must be above 0")
+        if not (self.std_floor >= 0 and math.isfinite(self.std_floor)):
+            raise ValueError(f"baseline.std_floor is {self.std_floor}; it must be 0 or above")
         if not 0 <= self.spo_rho_min <= self.spo_rho_max < 1:
             raise ValueError(
                 f"baseline.spo_rho_min {self.spo_rho_min} and baseline.spo_rho_max {self.spo_rho_max} must satisfy "
@@ -151,7 +155,13 @@ class SpoBaseline:
         return self._trackers.get(rollout.prompt_id, (self._prior / 2, self._prior / 2, _mean_logprob(rollout)))
 
     def advantages(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
-        """Against each prompt's tracked success rate."""
+        """Against each prompt's tracked success rate. Raises ValueError for a reward outside [0, 1]."""
+        for rollout in rollouts:
+            if not 0 <= rollout.reward <= 1:
+                raise ValueError(
+                    f"rollout {rollout.id} has reward {rollout.reward:g}, and SPO's Beta tracker takes rewards in "
+                    '[0, 1]; scale the environment\'s rewards, or choose another baseline.kind, such as "running_mean"'
+                )
         return tuple(rollout.reward - beta_tracker_value(*self._tracker(rollout)[:2]) for rollout in rollouts)
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,19 +126,23 @@ class RunFolder:
         return self._lock is not None
 
     def close(self) -> None:
-        """Release the folder to other writers. Safe to call twice."""
-        if self._metrics_writer is not None:
-            self._metrics_writer.close()
-            self._metrics_writer = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Release the folder to other writers. Safe to call twice. Raises OSError where metrics could not be written."""
+        writer, self._metrics_writer = self._metrics_writer, None
+        lock, self._lock = self._lock, None
+        try:
+            if writer is not None:
+                writer.close()
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What ended the run says more than that the last metrics could not be written either.
+        with suppress(OSError) if kind is not None else nullcontext():
+            self.close()
 
     def write_config(self, toml: str) -> None:
         """Keep the resolved configuration."""

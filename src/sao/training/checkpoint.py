@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sao.models.load import named_weights, read_weights, save_model
+from sao.models.load import full_disk_named, named_weights, read_weights, save_model
 from sao.training.core import Counters, TrainerCore
 from sao.training.weights import file_checksum
 
@@ -91,7 +91,8 @@ def _ours(path: Path, folder: Path) -> bool:
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
+    with full_disk_named(path):
+        save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

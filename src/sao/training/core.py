@@ -79,8 +79,6 @@ class TrainerConfig:
     """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
     max_skipped_in_a_row: int = 3
     """Steps in a row with a gradient that is not finite after which the run stops."""
-    keep_snapshots: int = 4
-    """Published snapshot folders that are kept; engines read the newest, evaluation perhaps one before it."""
     threads: int = 1
     """Threads of torch in the trainer's process. A fixed number keeps results the same from run to run."""
     step_timeout_s: float = 3600.0
@@ -88,7 +86,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"
-        positive += " logprob_chunk_tokens max_skipped_in_a_row keep_snapshots threads step_timeout_s"
+        positive += " logprob_chunk_tokens max_skipped_in_a_row threads step_timeout_s"
         not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps"
         for name in (positive + " " + not_negative).split():
             number = getattr(self, name)

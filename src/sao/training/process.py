@@ -235,7 +235,7 @@ def _end_with_parent() -> None:
 
 
 def _failure(error: Exception) -> _Failure:
-    if isinstance(error, ValueError | TrainerError):
+    if isinstance(error, ValueError | TrainerError | OSError):
         return _Failure(text=str(error), bad_input=isinstance(error, ValueError))
     detail = "".join(traceback.format_exception(error))
     return _Failure(text=f"{type(error).__name__} in the trainer process: {error}\n{detail}", bad_input=False)

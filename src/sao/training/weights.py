@@ -66,16 +66,13 @@ def read_snapshot(snapshot: Snapshot, like: PreTrainedModel) -> dict[str, Tensor
 
 
 class SnapshotStore:
-    """Writes snapshots below one folder and keeps the newest few."""
+    """Writes snapshots below one folder. Who may still need one knows when it may go: see `prune_snapshots`."""
 
-    def __init__(self, folder: str | Path, *, keep: int) -> None:
-        if keep < 1:
-            raise ValueError(f"{keep} snapshots are to be kept; engines need at least the newest, so keep 1 or more")
+    def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._keep = keep
 
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
-        """Write the actor's weights as `version`, with the probe's log-probs under them, and let older ones go."""
+        """Write the actor's weights as `version`, with the probe's log-probs under them."""
         self._folder.mkdir(parents=True, exist_ok=True)
         target, partial = self._folder / f"v{version:08d}", self._folder / f"v{version:08d}.partial"
         for leftover in self._folder.glob("*.partial"):
@@ -88,7 +85,6 @@ class SnapshotStore:
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
-        self._remove_old()
         return Snapshot(
             version=version,
             parent=parent,
@@ -98,7 +94,12 @@ class SnapshotStore:
             probe_logprobs=tuple(logprobs.float().tolist()),
         )
 
-    def _remove_old(self) -> None:
-        whole = sorted(f for f in self._folder.iterdir() if f.is_dir() and _FOLDER_NAME.fullmatch(f.name))
-        for folder in whole[: -self._keep]:
-            shutil.rmtree(folder)
+
+def prune_snapshots(folder: str | Path, *, keep: set[int]) -> None:
+    """Delete the snapshots below `folder` older than the newest of these versions, but for these.
+
+    Newer ones stay: the trainer may have written one that nobody has been told of yet.
+    """
+    for path in Path(folder).iterdir():
+        if _FOLDER_NAME.fullmatch(path.name) and int(path.name[1:]) not in keep and int(path.name[1:]) < max(keep):
+            shutil.rmtree(path)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -140,7 +141,7 @@ def describe_machine(config: RunConfig, command: list[str]) -> dict[str, object]
     """Versions and machine, for the run folder: what someone needs to run it again."""
     names = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "pydantic", "math-verify")
     return {
-        "command": " ".join(["sao", *command[1:]]),
+        "command": shlex.join(["sao", *command[1:]]),
         "sao": metadata.version("sao"),
         "commit": _commit(),
         "packages": {name: metadata.version(name) for name in names},

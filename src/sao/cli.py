@@ -1,23 +1,27 @@
 """The command `sao`."""
 
+import errno
 import json
 import os
 import resource
+import shlex
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sao.build import describe_machine, make_renderer, prepare_tokenizer
 from sao.clock import WaitTimeoutError
-from sao.config import RunConfig, describe, resolve, to_toml
+from sao.config import RunConfig, describe, resolve, to_markdown, to_toml
 from sao.engines.protocol import EngineError
 from sao.envs.protocol import WorldError
 from sao.loop import LoopError
@@ -87,42 +91,53 @@ def resume(
     override: Set = None,
     checkpoint: Annotated[Path | None, typer.Option(help="An older checkpoint to go on from.")] = None,
 ) -> None:
-    """Go on after a stop or a crash. The folder's configuration holds; --set changes it."""
+    """Go on after a stop or a crash. The folder's configuration holds; --set changes it, for later resumes too."""
     with RunFolder.resume(run) as folder:
         resolved = resolve(folder.config, override or ())
         chosen = read_checkpoint(checkpoint) if checkpoint is not None else None
         if override:
             folder.write_event("resumed with " + " ".join(override))
+            folder.write_config(to_toml(resolved))
         _go(resolved, folder, last="train", checkpoint=chosen)
 
 
 @app.command()
 def check(config: ConfigPath, override: Set = None) -> None:
     """Preflight: everything that can be known before starting."""
-    console = Console()
+    console = Console(highlight=False)
     problems = 0
     for finding in preflight(resolve(config, override or ())):
-        console.print(f"[{'green' if finding.good else 'red'}]{'ok  ' if finding.good else 'FAIL'}[/] {finding.text}")
+        mark = "[green]ok  [/]" if finding.good else "[red]FAIL[/]"
+        console.print(f"{mark} {escape(finding.text)}", soft_wrap=True)
         problems += not finding.good
     if problems:
-        raise typer.Exit(1)
+        raise typer.Exit(2)
 
 
 @app.command("config")
-def show_config() -> None:
+def show_config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/configuration.md holds it.")] = False,
+) -> None:
     """Every key of the configuration with its default and meaning."""
+    if markdown:
+        typer.echo(to_markdown(), nl=False)
+        return
     table = Table("key", "default", "meaning", show_lines=False)
     for key, default, meaning in describe():
-        table.add_row(key, default, meaning)
+        table.add_row(escape(key), escape(default), escape(meaning))
     Console().print(table)
 
 
 def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, last: Last) -> None:
     resolved = resolve(config, override or ())
-    problems = [finding.text for finding in preflight(resolved) if not finding.good]
+    if last == "sft" and not resolved.sft:
+        raise ValueError(f"{config} has no [[sft]] stage, so there is nothing to fine-tune on; add one")
+    if last == "value_pretraining" and resolved.value_pretraining is None:
+        raise ValueError(f"{config} has no [value_pretraining] section, so there is nothing to fit; add one")
+    path = folder or Path("runs") / f"{resolved.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    problems = [finding.text for finding in preflight(resolved, path) if not finding.good]
     if problems:
         raise ValueError("\n".join(problems))
-    path = folder or Path("runs") / f"{resolved.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     with RunFolder.create(path) as run:
         run.write_config(to_toml(resolved))
         run.write_environment(describe_machine(resolved, sys.argv))
@@ -130,20 +145,29 @@ def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, l
 
 
 def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpoint | None) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"run folder: {folder.path}")
-    started = time.monotonic()
+    started, go_on = time.monotonic(), f"go on with: sao resume {shlex.quote(str(folder.path))}"
     try:
         with ConsoleReporter(config.loop.steps, console) as reporter:
             outcome = run_stages(config, folder, reporter, last=last, checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        _note(folder, "stopped at once")
+        console.print(f"stopped; {go_on}")
+        raise typer.Exit(130) from None
+    except USER_ERRORS as error:
+        _note(folder, f"ended by an error: {error}")
+        if "sao resume" not in str(error):
+            error.add_note(f"once that is repaired, {go_on}")
+        raise
     finally:
         _count_time(folder, time.monotonic() - started)
     if outcome is None:
-        console.print(f"stopped after {last}; go on with: sao resume {folder.path}")
+        console.print(f"stopped after {last}; {go_on}")
         return
     console.print(f"report: {write_report(folder.path)}")
     if outcome.reason == "stopped":
-        console.print(f"stopped at step {outcome.steps}; go on with: sao resume {folder.path}")
+        console.print(f"stopped at step {outcome.steps}; {go_on}")
         raise typer.Exit(130)
     console.print(f"ended after {outcome.steps} steps: {outcome.reason}")
 
@@ -156,6 +180,8 @@ def evaluate_command(
     out: Annotated[Path | None, typer.Option(help="JSON file for every outcome.")] = None,
 ) -> None:
     """Evaluate the policy of a run or of a configuration: a row per data set."""
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists already; name another file")
     with tempfile.TemporaryDirectory() as scratch, ConsoleReporter(0) as reporter:
         policy = _policy(what, override, checkpoint, Path(scratch))
         evaluation = evaluate_policy(policy, Path(scratch), reporter.progress)
@@ -179,7 +205,7 @@ def evaluate_command(
 def rollout(
     what: Annotated[Path, typer.Argument(help="Run folder, or TOML configuration.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder to create: log/ and traces.jsonl.")],
-    count: Annotated[int, typer.Option(help="Tasks to play.")] = 100,
+    count: Annotated[int, typer.Option(help="Tasks to play.", min=1)] = 100,
     only_right: Annotated[bool, typer.Option(help="Keep only traces that were graded right.")] = False,
     override: Set = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of the run; the newest by default.")] = None,
@@ -228,20 +254,37 @@ def _policy(what: Path, override: list[str] | None, checkpoint: Path | None, scr
     return policy_of_config(config, scratch)
 
 
+def _note(folder: RunFolder, text: str) -> None:
+    """A line in the run's events, if the disk still takes one."""
+    with suppress(OSError):
+        folder.write_event(text)
+
+
 def _count_time(folder: RunFolder, seconds: float) -> None:
     """Add seconds, and this process's core-seconds with its children's, to those of earlier starts of the run."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    environment = json.loads(folder.environment.read_text())
     spent = {"seconds": seconds, "core_seconds": sum(each.ru_utime + each.ru_stime for each in used)}
-    for name, number in spent.items():
-        environment[name] = round(environment.get(name, 0.0) + number, 1)
-    folder.write_environment(environment)
+    # A full disk, or a file that is missing, must not hide what ended the run.
+    with suppress(OSError, ValueError):
+        environment = json.loads(folder.environment.read_text())
+        for name, number in spent.items():
+            environment[name] = round(environment.get(name, 0.0) + number, 1)
+        folder.write_environment(environment)
 
 
 @app.command()
 def report(run: RunPath) -> None:
     """Write the report of a run, finished or not."""
     typer.echo(write_report(RunFolder.open(run).path))
+
+
+def _message(error: BaseException) -> str:
+    """The system's errors name file and cause apart, and do not say what to do."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return f"{error.strerror}{where}" + ("; what was committed is safe, free space on that disk" if full else "")
+    return str(error) or type(error).__name__
 
 
 def main() -> None:
@@ -252,7 +295,8 @@ def main() -> None:
     except USER_ERRORS as error:
         if os.environ.get("SAO_TRACEBACK"):
             traceback.print_exc()
-        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False)
+        text = "\n".join([f"error: {_message(error)}", *getattr(error, "__notes__", ())])
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="red", markup=False)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,12 +3,14 @@
 resolve(path, overrides) -> RunConfig          read, override, check
 to_toml(config) -> str                         every value, as saved with a run
 describe() -> lines                            every key with its default and meaning
+to_markdown() -> str                           the same as a page
 """
 
 import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import json
 import textwrap
 import tomllib
@@ -33,6 +35,14 @@ from sao.training.core import TrainerConfig
 from sao.training.inline import TrainerCost
 from sao.training.sft import SftConfig
 from sao.training.value_pretraining import ValuePretrainingConfig
+
+_PAGE_HEAD = """# Configuration
+
+Every key of a run's TOML file, with its default and meaning; written by `sao config --markdown`. Keys that are left out
+take their defaults, unknown keys are refused with the nearest known one, and `--set section.key=value` overrides one
+from the command line (`--set sft.0.fit.lr=1e-4` in a list). `"none"` stands for no value. Sections in double brackets
+may stand several times. A section that is left out altogether, such as `[value_pretraining]`, skips its stage.
+"""
 
 
 class ConfigError(ValueError):
@@ -190,8 +200,28 @@ def to_toml(config: RunConfig) -> str:
 
 
 def describe() -> Iterator[tuple[str, str, str]]:
-    """(key, default, meaning) of every leaf."""
-    yield from _describe(RunConfig, "")
+    """(key, default, meaning) of every leaf. Keys below a list show the defaults of one entry."""
+    yield from _describe(RunConfig(), "")
+
+
+def to_markdown() -> str:
+    """docs/configuration.md: a table for each section, in the order of the configuration."""
+    lines = [_PAGE_HEAD]
+    for section, leaves in itertools.groupby(describe(), key=lambda leaf: leaf[0].rpartition(".")[0]):
+        lines += [f"## {_heading(section)}", "", "| key | default | meaning |", "|---|---|---|"]
+        for key, default, meaning in leaves:
+            shown = f"`{default}`" if default else ""
+            lines.append(f"| `{key.rpartition('.')[2]}` | {shown} | {meaning.replace('|', chr(92) + '|')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _heading(section: str) -> str:
+    if not section:
+        return "Of the whole run"
+    first, _, rest = section.partition(".")
+    repeated = typing.get_origin(typing.get_type_hints(RunConfig)[first]) is tuple
+    return f"`[[{first}]]`" if repeated and not rest else f"`[{section}]`"
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -267,6 +297,10 @@ def _readable(problem: Any) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return message
+    if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
+        return f"[{place}] is a list of sections; write [[{place}]]"
+    if isinstance(problem["input"], list) and problem["type"].startswith("dataclass"):
+        return f"[[{place}]] is one section; write [{place}]"
     return f"{place} is {problem['input']!r}: {message}"
 
 
@@ -296,16 +330,17 @@ def _toml_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _describe(declared: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
-    meanings = field_docstrings(declared)
-    hints = typing.get_type_hints(declared)
-    for entry in dataclasses.fields(declared):
-        inner = _dataclass_of(hints[entry.name])
-        if inner is not None:
-            yield from _describe(inner, f"{prefix}{entry.name}.")
-        else:
-            default = entry.default if entry.default is not dataclasses.MISSING else ""
-            yield f"{prefix}{entry.name}", _toml_value(default), meanings[entry.name]
+def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
+    """Leaves first, then sections. `config` holds the defaults: they may differ from those of a section's own class."""
+    meanings, hints = field_docstrings(type(config)), typing.get_type_hints(type(config))
+    sections = {name: inner for name in hints if (inner := _dataclass_of(hints[name])) is not None}
+    for name in hints:
+        if name not in sections:
+            yield f"{prefix}{name}", _toml_value(getattr(config, name)), meanings[name]
+    for name, inner in sections.items():
+        default = getattr(config, name)
+        # An absent section, or a list without entries, shows what one would hold.
+        yield from _describe(default if dataclasses.is_dataclass(default) else inner(), f"{prefix}{name}.")
 
 
 def field_docstrings(declared: type) -> dict[str, str]:

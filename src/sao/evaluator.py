@@ -6,7 +6,7 @@ from pathlib import Path
 from sao.build import make_engine, make_worker
 from sao.clock import Clock
 from sao.config import RunConfig
-from sao.engines.protocol import Engine
+from sao.engines.protocol import Engine, EngineError
 from sao.envs.select import World, make_source
 from sao.evaluate import evaluate
 from sao.observe.metrics import Metrics
@@ -67,10 +67,15 @@ class Evaluator:
             self._world.stop()
 
     async def _ready(self, snapshot: Snapshot) -> RolloutWorker:
+        if self._engine is not None:
+            try:
+                await self._engine.load(snapshot)
+            except EngineError:
+                # An engine that died costs an evaluation, not the run: the next one gets a new engine.
+                await self.stop()
+                self._engine = self._worker = self._world = None
         if self._engine is None:
             self._engine = await make_engine(self._config, self._clock, snapshot)
-        else:
-            await self._engine.load(snapshot)
         if self._worker is None:
             self._worker, self._world = await make_worker(
                 self._config, self._clock, self._engine, self._tokenizer, purpose="evaluation"

@@ -13,7 +13,7 @@
           |         |                  |
           +---------+ places free      +--> deliver: newest weights to the engine, rollouts in flight
                                        +--> evaluate: pinned weights, on an engine of its own
-    supervise: asks engine after its health; bounds failures        tidy: keeps garbage collection short
+    supervise: asks engine after its health; bounds failures        tidy: keeps the collector still
 
 Only train is finite; its end, or a failure that cannot be repaired, unwinds the rest.
 """
@@ -34,9 +34,7 @@ from sao.store.versions import VersionTree
 from sao.training.protocol import StepReport
 from sao.types import Batch, Rollout, Snapshot
 
-FULL_COLLECTION_EVERY_S = 600.0
-NEVER = 1_000_000_000
-"""Young collections before a full one."""
+GARBAGE_EVERY_S = 600.0
 
 
 class Orchestrator:
@@ -273,21 +271,20 @@ class Orchestrator:
                 await self._parts.engine.health()
 
     async def tidy(self) -> None:
-        """Takes nothing; gives memory back. Full garbage collections, which stop the loop, come every ten minutes only.
+        """Takes nothing; gives memory back: a garbage collection every ten minutes, and none in between.
 
-        Left to itself Python makes one whenever a quarter more objects live: with 10,000 rollouts, a million objects,
-        that is half a second every few seconds. Rollouts make no cycles, so there is next to nothing to find.
+        Left to itself Python looks through the million objects of 10,000 rollouts every few seconds, which stops the
+        loop for half a second each time. Rollouts make no cycles, so there is next to nothing to find.
         """
-        before = gc.get_threshold()
         if self._clock.virtual:
             await asyncio.get_running_loop().create_future()
+        gc.disable()
         try:
-            gc.set_threshold(*before[:2], NEVER)
             while True:
-                await self._clock.sleep(FULL_COLLECTION_EVERY_S)
+                await self._clock.sleep(GARBAGE_EVERY_S)
                 gc.collect()
         finally:
-            gc.set_threshold(*before)
+            gc.enable()
 
     async def _commit(self) -> None:
         """The one commit point: after it, what was trained is never trained again."""

@@ -13,11 +13,15 @@ from transformers import AutoConfig, AutoModel
 from sao.build import make_renderer, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
 from sao.config import RunConfig
+from sao.envs.protocol import WorldError
 from sao.envs.sandbox import sandbox_problem
-from sao.envs.select import make_source, make_world
+from sao.envs.select import make_expert, make_source, make_world
+from sao.envs.traces import read_traces
+from sao.evaluator import evaluation_tasks
 from sao.models.load import build_config
 from sao.rollout.renderer import ChatRenderer
-from sao.training.critic import attention_modules
+from sao.store.frames import segments
+from sao.training.critic import Critic
 from sao.types import Task
 
 LOOKED_AT = 20
@@ -32,21 +36,31 @@ class Finding:
     text: str
 
 
-def preflight(config: RunConfig) -> list[Finding]:
-    """Findings in order; a check that depends on a failed one is left out."""
+def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
+    """Findings in order; a check that depends on a failed one is left out. `folder`: where the run will be written."""
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for check in (_tokenizer, _model, _tasks, _tool, _batches, _lengths, _disk, _sinks):
-            findings += _guarded(lambda check=check: check(config, Path(scratch)))
-            if not findings[-1].good and check in (_tokenizer, _tasks):
-                break
+        tokenizer, tasks = (_run(check, config, Path(scratch)) for check in (_tokenizer, _tasks))
+        findings += tokenizer
+        if _good(tokenizer):
+            findings += _run(_model, config, Path(scratch))
+        findings += tasks
+        for check in (_evaluation, _stages, _tool, _batches, _lengths, _sinks):
+            needed = [*(tasks if check in (_batches, _lengths) else ()), *(tokenizer if check is _lengths else ())]
+            if _good(needed):
+                findings += _run(check, config, Path(scratch))
+        findings.append(_disk(folder))
     return findings
 
 
-def _guarded(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def _good(findings: list[Finding]) -> bool:
+    return all(finding.good for finding in findings)
+
+
+def _run(check: Callable[[RunConfig, Path], Iterator[Finding]], config: RunConfig, scratch: Path) -> list[Finding]:
     try:
-        return list(check())
-    except ValueError as error:
+        return list(check(config, scratch))
+    except (ValueError, OSError, WorldError) as error:
         return [Finding(good=False, text=str(error))]
 
 
@@ -94,8 +108,9 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         text=f"positions: the model knows {positions}, engine.max_context is {config.engine.max_context}",
     )
     if config.algorithm.advantage != "given" and config.trainer.freeze == "attention":
-        frozen = attention_modules(backbone)
-        yield Finding(good=True, text=f"critic: {len(frozen)} attention modules to freeze")
+        with torch.device("meta"):
+            critic = Critic(backbone)
+        yield Finding(good=True, text=f"critic: attention is frozen, {critic.frozen_share:.0%} of its parameters")
 
 
 def _tasks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
@@ -105,12 +120,42 @@ def _tasks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         yield Finding(good=False, text=f"the task source {source.name} has no task")
         return
     yield Finding(good=True, text=f"tasks: {source.name}, the first is {first.question[:60]!r}")
+
+
+def _evaluation(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    trained = make_source(config.tasks, "train", seed=config.seed).name
     for tasks in config.evaluation_tasks or (config.tasks,):
         held_out = make_source(tasks, "evaluation", seed=config.seed)
-        same = held_out.at(0) is not None and held_out.name == source.name
-        yield Finding(
-            good=not same, text=f"evaluation: {held_out.name}" + (" is what is trained on; set split" if same else "")
-        )
+        if held_out.at(0) is None:
+            yield Finding(good=False, text=f"evaluation: the task source {held_out.name} has no task")
+        elif held_out.name == trained:
+            yield Finding(
+                good=False,
+                text=f"evaluation: {held_out.name} is what is trained on; set evaluation_tasks.split, or other tasks",
+            )
+    settings = config.evaluation
+    counts = {
+        len(evaluation_tasks(config, number)) for number in (settings.tasks, settings.final_tasks or settings.tasks)
+    }
+    rollouts = " and ".join(str(count * settings.samples) for count in sorted(counts))
+    yield Finding(good=True, text=f"evaluation: {rollouts} rollouts, every {settings.every_steps} steps")
+
+
+def _stages(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    for number, stage in enumerate(config.sft, start=1):
+        if stage.traces:
+            count = sum(trace.reward > 0 or not stage.only_right for trace in read_traces(Path(stage.traces)))
+            text = f"sft {number}: {count} traces in {stage.traces}"
+            yield Finding(good=count > 0, text=text + ("" if count else "; sft.only_right leaves none of them"))
+        else:
+            make_expert(config.tasks, stage.noise, seed=config.seed)
+            yield Finding(good=True, text=f"sft {number}: {stage.demonstrations} demonstrations of the scripted expert")
+    values = config.value_pretraining
+    if values is not None and values.logged:
+        found = segments(Path(values.logged))
+        text = f"value pretraining: rollouts logged in {values.logged}"
+        missing = " are not there; give the folder `log` of a run, or that of `sao rollout`"
+        yield Finding(good=bool(found), text=text + ("" if found else missing))
 
 
 def _tool(config: RunConfig, scratch: Path) -> Iterator[Finding]:
@@ -164,9 +209,14 @@ def _prompt_length(config: RunConfig, renderer: ChatRenderer, task: Task) -> int
     return run_virtual(opening())
 
 
-def _disk(config: RunConfig, scratch: Path) -> Iterator[Finding]:
-    free = shutil.disk_usage(Path.cwd()).free
-    yield Finding(good=free > 1e9, text=f"disk: {free / 1e9:.1f} GB free here; checkpoints and the log need at least 1")
+def _disk(folder: Path) -> Finding:
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    return Finding(
+        good=free > 1e9, text=f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints and the log need at least 1"
+    )
 
 
 def _sinks(config: RunConfig, scratch: Path) -> Iterator[Finding]:

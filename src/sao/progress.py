@@ -23,7 +23,7 @@ class ConsoleReporter:
     """Satisfies stages.Reporter on a terminal; without one, lines only."""
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or Console(highlight=False, markup=False)
         self._steps = steps
         self._bars: dict[str, TaskID] = {}
         self._last_line = 0.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from sao.build import make_engine, make_renderer, make_worker, prepare_model, prepare_tokenizer
 from sao.clock import RealClock
 from sao.config import RunConfig
+from sao.envs.protocol import WorldError
 from sao.envs.select import make_source, make_world
 from sao.envs.traces import write_traces
 from sao.evaluate import Evaluation, evaluate
@@ -22,7 +24,7 @@ from sao.rollout.transcript import trace_of
 from sao.rollout.worker import Purpose, rollout_seed
 from sao.store.log import RolloutLogWriter
 from sao.store.records import Finished
-from sao.store.run_folder import RunFolder
+from sao.store.run_folder import RunFolder, read_checkpoint
 from sao.training.weights import SnapshotStore
 from sao.types import Rollout, Task
 
@@ -52,9 +54,8 @@ def policy_of_config(config: RunConfig, scratch: Path) -> Policy:
 def policy_of_run(config: RunConfig, folder: RunFolder, checkpoint: Path | None = None) -> Policy:
     """The policy a run has come to: its newest checkpoint, or its fine-tuned or starting model before the first."""
     tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
-    newest = folder.latest_checkpoint() if checkpoint is None else None
-    place = checkpoint or (newest.path if newest is not None else None)
-    candidates = [place / "trainer" / "actor"] if place is not None else []
+    chosen = folder.latest_checkpoint() if checkpoint is None else read_checkpoint(checkpoint)
+    candidates = [chosen.path / "trainer" / "actor"] if chosen is not None else []
     candidates += [folder.path / "sft" / "model", folder.path / "start"]
     model = next((candidate for candidate in candidates if candidate.is_dir()), Path(config.model.path))
     return Policy(config=config, model=model, tokenizer=tokenizer)
@@ -80,7 +81,7 @@ async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGe
 
 
 def evaluate_policy(policy: Policy, scratch: Path, progress: Progress) -> Evaluation:
-    """Play the evaluation tasks."""
+    """Play the evaluation tasks. Raises WorldError if nothing could be measured."""
     config = policy.config.evaluation
     tasks = evaluation_tasks(policy.config, config.final_tasks or config.tasks)
 
@@ -95,13 +96,17 @@ def evaluate_policy(policy: Policy, scratch: Path, progress: Progress) -> Evalua
                 on_progress=lambda done, total: progress("evaluation", done, total),
             )
 
-    return asyncio.run(run())
+    evaluation = asyncio.run(run())
+    if evaluation.outcomes and all(outcome.reward is None for outcome in evaluation.outcomes):
+        raise WorldError(
+            f"all {len(evaluation.outcomes)} rollouts were lost to infrastructure, so nothing was measured. The first: "
+            f"{evaluation.outcomes[0].failure_text}"
+        )
+    return evaluation
 
 
 def save_evaluation(evaluation: Evaluation, config: RunConfig, path: Path) -> None:
-    """Every outcome and every row, as JSON; an existing file is not overwritten."""
-    if path.exists():
-        raise ValueError(f"{path} exists already; name another file")
+    """Every outcome and every row, as JSON."""
     rows = {key: metric.value for key, metric in evaluation.metrics(config.evaluation).items()}
     outcomes = [[each.task_id, each.sample, each.reward] for each in evaluation.outcomes]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +122,8 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
         raise ValueError(f"{out} exists already; name another folder")
     config, source = policy.config, make_source(policy.config.tasks, "train", seed=policy.config.seed)
     tasks = [task for task in map(source.at, range(count)) if task is not None]
+    if not tasks:
+        raise ValueError(f"the task source {source.name} has no task")
     (out / "log").mkdir(parents=True)
     log = RolloutLogWriter(out / "log")
     done: list[Rollout] = []
@@ -139,6 +146,10 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
         asyncio.run(run())
     finally:
         log.close()
+        if not done:
+            shutil.rmtree(out)
+    if not any(rollout.trainable for rollout in done):
+        raise WorldError(f"none of {len(done)} rollouts can be trained on; the first: {done[0].failure_text}")
     kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
     renderer = policy.renderer
     return write_traces(out / "traces.jsonl", [trace_of(rollout, renderer) for rollout in kept])

@@ -10,6 +10,7 @@ checkpoints/                the first commit ends value pretraining; the others 
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -104,7 +105,11 @@ def run_stages(
     last: Last = "train",
     checkpoint: Checkpoint | None = None,
 ) -> Outcome | None:
-    """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it."""
+    """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it.
+
+    A first Ctrl-C while training ends it after the step under way, committed; any other raises KeyboardInterrupt.
+    """
+    checkpoint = checkpoint or latest_commit(folder)
     tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
     model = prepare_model(config, tokenizer, folder.path / "start")
     sinks = make_sinks(config, folder.path)
@@ -114,11 +119,24 @@ def run_stages(
             prepared = replace(prepared, model=run_sft(prepared))
         if last == "sft":
             return None
-        run = train_run(prepared, checkpoint or folder.latest_checkpoint(), last=last)
+        run = train_run(prepared, checkpoint, last=last)
         return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
     finally:
         for sink in sinks:
             sink.close()
+
+
+def latest_commit(folder: RunFolder) -> Checkpoint | None:
+    """The newest checkpoint; None before the first commit. Raises ValueError if it is damaged, or was taken away."""
+    checkpoint = folder.latest_checkpoint()
+    if checkpoint is None and next(iter(read(folder.log)), None) is not None:
+        raise ValueError(
+            f"{folder.checkpoints} holds no checkpoint, but training was logged in {folder.log}: the checkpoints were "
+            "deleted or moved. Put them back, or start a new run; its value_pretraining.logged may name this log"
+        )
+    return checkpoint
 
 
 def run_sft(prepared: Prepared) -> Path:
@@ -219,7 +237,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
         )
         orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
-        if not clock.virtual:
+        if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt(orchestrator, prepared.reporter))
         outcome = await orchestrator.run()
         folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
@@ -237,7 +255,10 @@ def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], N
             task.cancel()
         elif not asked:
             asked = True
-            reporter.say("stopping: finishing the step and committing it (Ctrl-C again stops at once)")
+            reporter.say(
+                "stopping once this step is committed and a running evaluation is done "
+                "(Ctrl-C again stops at once, at the last commit)"
+            )
             orchestrator.stop()
 
     return interrupt

@@ -1,6 +1,7 @@
 """Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a config."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +157,7 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> None:
 
 
 @contextmanager
-def full_disk_named(path: Path) -> Iterator[None]:
+def full_disk_named(path: Path) -> Generator[None]:
     """Writing tensors to `path`: safetensors has an error of its own for what the disk refuses; it becomes OSError."""
     try:
         yield

@@ -126,7 +126,7 @@ class RunFolder:
         return self._lock is not None
 
     def close(self) -> None:
-        """Release the folder to other writers. Safe to call twice. Raises OSError where metrics could not be written."""
+        """Release the folder to other writers. Safe to call twice. Raises OSError if metrics could not be written."""
         writer, self._metrics_writer = self._metrics_writer, None
         lock, self._lock = self._lock, None
         try:

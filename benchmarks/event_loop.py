@@ -3,12 +3,12 @@
     python benchmarks/event_loop.py [--quick] [--seconds 60] [--rollouts 10000]
 
 Real: orchestrator, admission, workers, renderer, the guessing game, and a durable log that syncs to disk. Scripted: the
-engine (answers of a word and up to 500 more, heavy-tailed, at 4 tokens a second, so that a rollout lasts a minute) and
+engine (answers of up to 500 words, heavy-tailed, at 4 tokens a second, so that a rollout lasts a minute) and
 the trainer (a batch of 128 takes it no time).
 
 A ticker on the loop wants to wake every 10 ms, at times fixed in advance; how late it wakes is the lateness, and a tick
-that passed while the loop was blocked counts with its own. A control ticks on an idle loop in a process of its own
-during the same seconds. The start, when 10,000 rollouts are admitted at once, counts.
+that passed while the loop was blocked counts with its own lateness. A control ticks on an idle loop in a process of its
+own during the same seconds. The start, when 10,000 rollouts are admitted at once, counts.
 
     excess = p99.9 lateness of the orchestrator's loop - p99.9 lateness of the idle loop        at most 100 ms
 """
@@ -29,7 +29,7 @@ import numpy as np
 from report import verdict
 
 from sao.clock import RealClock
-from sao.engines.scripted import ScriptedEngine
+from sao.engines.scripted import Script, ScriptedEngine
 from sao.envs.keyed import uniform
 from sao.envs.tokenizer import save_tokenizer
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
@@ -65,7 +65,7 @@ def percentile_ms(lateness: Sequence[float], share: float) -> float:
     return 1000 * float(np.quantile(lateness, share))
 
 
-def make_script(renderer: ChatRenderer):  # noqa: ANN201
+def make_script(renderer: ChatRenderer) -> Script:
     """Some words, then a guess; how many words (lognormal) and which digit is keyed by session and turn."""
     word = renderer.encode_action("a")[0]
     normal = NormalDist()

@@ -278,13 +278,15 @@ class Orchestrator:
         """
         if self._clock.virtual:
             await asyncio.get_running_loop().create_future()
+        automatic = gc.isenabled()
         gc.disable()
         try:
             while True:
                 await self._clock.sleep(GARBAGE_EVERY_S)
                 gc.collect()
         finally:
-            gc.enable()
+            if automatic:
+                gc.enable()
 
     async def _commit(self) -> None:
         """The one commit point: after it, what was trained is never trained again."""

@@ -1,5 +1,6 @@
 """What people see while a run goes on: bars for long work, a line per row of metrics."""
 
+import math
 import time
 
 from rich.console import Console
@@ -48,24 +49,29 @@ class ConsoleReporter:
 
     def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Move a stage's bar; it goes when done = total, and a line stays."""
+        self._move(stage, done, total, note)
+        if done >= total:
+            self._console.print(f"{stage}: {total} done {note}".rstrip())
+
+    def _move(self, stage: str, done: int, total: int, note: str) -> None:
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=total, note=note)
         self._progress.update(self._bars[stage], completed=done, total=total, note=note)
         if done >= total:
             self._progress.remove_task(self._bars.pop(stage))
-            self._console.print(f"{stage}: {total} done {note}".rstrip())
 
     def row(self, step: int, version: int, stage: str, metrics: Metrics) -> None:
         """Training as a bar with a line now and then; other stages as a line each."""
         values = {key: metric.value for key, metric in metrics.items()}
         if stage == "train":
             note = _train_line(values)
-            self.progress("training", step, self._steps, note)
+            self._move("training", step, self._steps, note)
             if time.monotonic() - self._last_line >= LINE_SECONDS or step == self._steps:
                 self._last_line = time.monotonic()
                 self._console.print(f"step {step:4d}  version {version:4d}  {note}")
             return
-        shown = "  ".join(f"{key.split('/', 1)[1]} {value:.3g}" for key, value in values.items())
+        shown = _eval_line(values) if stage == "eval" else ""
+        shown = shown or "  ".join(f"{key.split('/', 1)[1]} {value:.3g}" for key, value in values.items())
         self._console.print(f"{stage} at step {step}: {shown}")
 
 
@@ -79,3 +85,15 @@ def _train_line(values: dict[str, float]) -> str:
         ("waiting", "loop/waiting", ".0f"),
     )
     return "  ".join(f"{name} {values[key]:{form}}" for name, key, form in wanted if key in values)
+
+
+def _eval_line(values: dict[str, float]) -> str:
+    """Mean, interval and size of each data set; the row over all of them only where there are several."""
+    names = [key.split("/")[1] for key in values if key.endswith("/mean")]
+    parts: list[str] = []
+    for name in names if len(names) > 2 else names[:1]:
+        row = {key.split("/")[2]: value for key, value in values.items() if key.split("/")[1] == name}
+        lost = f", {row['failed']:.0f} rollouts lost" if row.get("failed") else ""
+        interval = f"{row.get('low', math.nan):.3f} to {row.get('high', math.nan):.3f}"
+        parts.append(f"{name} {row['mean']:.3f} ({interval}) on {row['prompts']:.0f} tasks{lost}")
+    return "  ".join(parts)

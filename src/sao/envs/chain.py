@@ -2,9 +2,9 @@
 
 A chain of two steps, in both forms, and the calls that solve it:
 
-    7 ; b + 3 ; c * 2 ; c ?
-    start with 7 . bob adds 3 . cid multiplies 2 . after cid ?
-    <python> bob = 7 + 3 </python>    <python> cid = bob * 2 </python>    <answer> 20 </answer>
+    b = 7 + 3 ; c = b * 2 ; c ?
+    bob has 7 plus 3 . cid has bob times 2 . cid has ?
+    <python> b = 7 + 3 </python>    <python> c = b * 2 </python>    <answer> 20 </answer>
 
 Names are drawn at random and mark the steps; lengths are heavy-tailed. Task i of a stream is a pure function of
 (seed, stream, i), and streams never share a chain, whatever it is called or how it is worded.
@@ -23,7 +23,7 @@ Stream = Literal["train", "sft", "evaluation"]
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _PEOPLE = "ann bob cid dan eva fay gus hal ida jim kim leo mia ned ola pam ray sue tom uma val wes yan zoe"
 PEOPLE = tuple(_PEOPLE.split(" "))
-_SPOKEN = {"+": "adds", "-": "takes", "*": "multiplies"}
+_SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 _SHARES: dict[str, tuple[float, float]] = {"evaluation": (0.0, 0.1), "sft": (0.1, 0.5), "train": (0.5, 1.0)}
 """Which part of all chains, by hash, belongs to which stream."""
 
@@ -48,7 +48,7 @@ class ChainConfig:
     """Chance that a tool call fails for no fault of the policy and must be repeated."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_steps <= self.max_steps < len(PEOPLE):
+        if not 1 <= self.min_steps <= self.max_steps <= len(PEOPLE):
             raise ValueError(
                 f"min_steps is {self.min_steps} and max_steps {self.max_steps}; need 1 <= min_steps <= max_steps <= "
                 f"{len(PEOPLE)}, since every step has a name of its own"
@@ -77,7 +77,7 @@ class Chain:
     operators: tuple[str, ...]
     operands: tuple[int, ...]
     names: tuple[str, ...]
-    """One per value, the start's first."""
+    """One per step."""
 
     @property
     def steps(self) -> int:
@@ -93,21 +93,23 @@ class Chain:
         return tuple(values)
 
     def code(self, step: int) -> str:
-        """The statement that computes value `step` (1, 2, ...); the first takes the start as a number."""
-        left = str(self.start) if step == 1 else self.names[step - 1]
-        return f"{self.names[step]} = {left} {self.operators[step - 1]} {self.operands[step - 1]}"
+        """The statement that computes value `step` (1, 2, ...)."""
+        return f"{self.names[step - 1]} = {self._left(step)} {self.operators[step - 1]} {self.operands[step - 1]}"
 
     def as_symbols(self) -> str:
         """The question in symbols."""
-        return " ; ".join([f"{self.names[0]} = {self.start}", *self._clauses({}), f"{self.names[-1]} ?"])
+        return " ; ".join([*(self.code(step) for step in range(1, self.steps + 1)), f"{self.names[-1]} ?"])
 
     def as_words(self) -> str:
         """The question as a word problem."""
-        return " . ".join([f"{self.names[0]} has {self.start}", *self._clauses(_SPOKEN), f"{self.names[-1]} ?"])
+        clauses: list[str] = []
+        for step in range(1, self.steps + 1):
+            spoken = _SPOKEN[self.operators[step - 1]]
+            clauses.append(f"{self.names[step - 1]} has {self._left(step)} {spoken} {self.operands[step - 1]}")
+        return " . ".join([*clauses, f"{self.names[-1]} has ?"])
 
-    def _clauses(self, spoken: dict[str, str]) -> list[str]:
-        steps = zip(self.names[:-1], self.operators, self.operands, strict=True)
-        return [f"{name} {spoken.get(operator, operator)} {operand}" for name, operator, operand in steps]
+    def _left(self, step: int) -> str:
+        return str(self.start) if step == 1 else self.names[step - 2]
 
 
 class ChainTasks:
@@ -155,8 +157,7 @@ class ChainTasks:
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]
         first = int(random.integers(len(names)))
-        first = int(random.integers(len(names)))
-        chosen = tuple(names[(first + step) % len(names)] for step in range(steps + 1))
+        chosen = tuple(names[(first + step) % len(names)] for step in range(steps))
         for _ in range(10_000):
             chain = _random_chain(random, steps, chosen, self._config)
             text = f"{chain.start} {' '.join(chain.operators)} {chain.operands}"

@@ -84,7 +84,7 @@ class Critic(nn.Module):
                 f"{' or '.join(map(repr, ATTENTION_NAMES))} or whose class name ends with 'Attention' was found in "
                 f"{'; '.join(without[:4]) or type(self.backbone).__name__}"
                 f"{f' and {len(without) - 4} more layers' if len(without) > 4 else ''}; "
-                "set trainer.freeze (and value_pretraining.fit.freeze) to 'none' for this model"
+                "set trainer.freeze = 'none' (and value_pretraining.fit.freeze) for this model"
             )
         for module in found.values():
             module.requires_grad_(False)

@@ -1,0 +1,113 @@
+"""Processes die and disks fill in the middle of a run in real time: a clear end, nothing lost, and it goes on."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from real_runs import begun, child, children, finish, go_on, wait_for
+from test_runs import check_history
+
+from sao.engines.protocol import EngineError
+from sao.store.log import read
+from sao.store.records import AttemptEnded, Dropped, Finished, Trained
+from sao.store.run_folder import RunFolder
+from sao.training.protocol import TrainerError
+
+
+def kill(kind: str) -> None:
+    os.kill(child(kind)[0], signal.SIGKILL)
+
+
+def records(path: Path, kind: type) -> list:
+    return [record for record in read(path / "log") if isinstance(record, kind)]
+
+
+@pytest.mark.slow
+def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
+    """Catches a run that dies with a worker, or that hangs, or uses its tasks up, when the engine is gone."""
+    path = tmp_path / "run"
+    config = begun(path)
+    seen: list[int] = []
+
+    def kill_worker() -> None:
+        seen.extend(child("worker"))
+        kill("worker")
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"connection to the engine .* broke \(process \d+ ended with -9\)"):
+        go_on(path, config, {2: kill_worker, 12: lambda: (seen.extend(child("worker")), kill("engine"))})
+    assert time.monotonic() - began < 90
+    assert len(set(seen)) == 2, "the worker was not replaced"
+    failures = records(path, AttemptEnded)
+    assert failures, "the episodes of the dead worker were not counted"
+    assert all(failure.retried and "ended with exit code -9" in failure.failure_text for failure in failures)
+    assert not records(path, Dropped), "tasks were lost with a process"
+    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end", 10)
+    check_history(path, steps=finish(path))
+
+
+@pytest.mark.slow
+def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
+    """Catches a loop that waits an hour for a trainer that is gone."""
+    path = tmp_path / "run"
+    config = begun(path)
+    with pytest.raises(TrainerError, match="the trainer process ended: killed by SIGKILL; .* out of memory"):
+        go_on(path, config, {3: lambda: kill("trainer")})
+    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end", 10)
+    check_history(path, steps=finish(path))
+
+
+def start(path: Path) -> "subprocess.Popen[str]":
+    """`sao resume` as a user starts it, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sao.cli", "resume", str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def rows(path: Path) -> int:
+    return len((path / "metrics.jsonl").read_bytes().splitlines())
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_ctrl_c_stop_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Catches a full disk that hides itself, loses what was durable or cannot be resumed from; Ctrl-C likewise."""
+    path = tmp_path / "run"
+    begun(path)
+    process = start(path)
+    before = rows(path)
+    wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps")
+    # A limit on the size of files stands for a full disk: from now on the log cannot grow.
+    size = max(file.stat().st_size for file in (path / "log").iterdir())
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    durable = {record.rollout.id for record in records(path, Finished)}
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert "cannot write the rollout log" in said
+    assert "File too large" in said
+    assert "sao resume" in said
+    assert "Traceback" not in said
+    assert durable <= {record.rollout.id for record in records(path, Finished)}
+
+    process = start(path)
+    before = rows(path)
+    wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps after the resume")
+    pids = children(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    told, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert f"go on with: sao resume {path}" in told
+    assert "Traceback" not in said
+    folder = RunFolder.open(path)
+    checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.manifest.step == records(path, Trained)[-1].step, "the step under way was not committed"
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the children to end", 10)
+    assert (path / "report" / "report.md").is_file()
+    check_history(path, steps=finish(path))

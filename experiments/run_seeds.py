@@ -1,4 +1,4 @@
-"""Runs a configuration for several seeds and keeps what others need to check it: metrics, configuration, machine, report.
+"""Runs a configuration for several seeds, and keeps of each what others need to check it, weights left out.
 
     python experiments/run_seeds.py experiments/demo/config.toml experiments/demo/results --seeds 0 1 2 3 4
 
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import matplotlib.pyplot as plt
 
 from sao.evaluate import paired_t_interval
 
@@ -58,13 +60,15 @@ def summarise(results: Path, command: str) -> str:
     gains: list[float] = []
     for folder in folders:
         first, *_, final = evaluations(folder)
-        gains.append(final["eval/overall/mean"] - first["eval/overall/mean"])
+        start, end = first["eval/overall/mean"], final["eval/overall/mean"]
+        gains.append(end - start)
         environment = json.loads((folder / "environment.json").read_text())
         variance = held_out_explained_variance(folder)
+        shown = "" if variance is None else f"{variance:.3f}"
+        seconds, core_seconds = environment["seconds"], environment["core_seconds"]
         lines.append(
-            f"| {folder.name[5:]} | {first['eval/overall/mean']:.3f} | {final['eval/overall/mean']:.3f} | {gains[-1]:+.3f} "
-            f"| {'' if variance is None else f'{variance:.3f}'} | {environment['seconds']:.0f} "
-            f"| {environment['core_seconds']:.0f} |"
+            f"| {folder.name[5:]} | {start:.3f} | {end:.3f} | {end - start:+.3f} | {shown} | {seconds:.0f} "
+            f"| {core_seconds:.0f} |"
         )
     if len(gains) > 1:
         interval = paired_t_interval(gains)
@@ -76,8 +80,26 @@ def summarise(results: Path, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(results: Path) -> None:
+    """Held-out reward over steps, a line per seed, with its 95 % intervals."""
+    figure, axes = plt.subplots(figsize=(7.0, 3.6), layout="constrained")
+    for folder in sorted(results.glob("seed-*")):
+        rows = evaluations(folder)
+        steps = [row["step"] for row in rows]
+        means = [row["eval/overall/mean"] for row in rows]
+        (line,) = axes.plot(steps, means, marker="o", markersize=3, label=folder.name.replace("-", " "))
+        lows, highs = ([row[f"eval/overall/{end}"] for row in rows] for end in ("low", "high"))
+        axes.fill_between(steps, lows, highs, alpha=0.08, color=line.get_color(), linewidth=0)
+    axes.set(xlabel="training step", ylabel="held-out tasks solved", ylim=(0, 1), title="SAO after fine-tuning")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, ncols=3)
+    figure.savefig(results / "evaluation.png", dpi=150)
+    plt.close(figure)
+
+
 def main() -> None:
-    """Run what is missing, and write summary.md."""
+    """Run what is missing, and write summary.md and evaluation.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("results", type=Path)
@@ -92,6 +114,7 @@ def main() -> None:
         run_seed(given.config, target, seed, given.overrides)
     summary = summarise(given.results, f"python experiments/run_seeds.py {' '.join(sys.argv[1:])}")
     (given.results / "summary.md").write_text(summary)
+    draw(given.results)
     print(summary)
 
 

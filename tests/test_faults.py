@@ -56,7 +56,7 @@ def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
     """Catches a loop that waits an hour for a trainer that is gone."""
     path = tmp_path / "run"
     config = begun(path)
-    with pytest.raises(TrainerError, match="the trainer process ended: killed by SIGKILL; .* out of memory"):
+    with pytest.raises(TrainerError, match=r"the trainer process ended: killed by SIGKILL; .* out of memory"):
         go_on(path, config, {3: lambda: kill("trainer")})
     wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end", 10)
     check_history(path, steps=finish(path))

@@ -1,19 +1,22 @@
-"""Asynchronous against synchronous training: wall-clock of whole runs in real time.
+"""Asynchronous against synchronous training with SAO: wall-clock of whole runs in real time.
 
-    python benchmarks/async_speedup.py [--quick] [--repeats 3]
+    python benchmarks/async_speedup.py [--quick] [--repeats 3] [--steps 12]
 
-Workload: a Qwen3 of 0.9 M parameters from scratch; episodes of 1 to 40 turns, their number lognormal (median 3, mean 4.5:
-heavy-tailed, and the same whatever the policy does), at most 24 sampled tokens a turn; batches of 96 rollouts, 48 at
-once. Engine and trainer are processes of one thread each, so that two cores suffice. Twice: SAO with its critic (K = 2),
-and a critic-free running mean. The synchronous run has max_batches_ahead = 0, the asynchronous one 2; they take turns.
+Workload: a small Qwen3 from scratch; episodes of 1 to 24 turns, their number lognormal (median 3, mean 5: heavy-tailed,
+and the same whatever the policy does), at most 12 sampled tokens a turn; batches of 64 rollouts, K = 2. Engine and
+trainer are processes of one thread each, so that two cores suffice. The synchronous run has max_batches_ahead = 0, the
+asynchronous one 2; they take turns, and medians over the turns are printed.
 
 Stage times are the synchronous run's: G = seconds the engine computes; V, A, P, C = time/values, time/actor,
-time/publish, time/critic. A synchronous step already trains its critic while the next batch is generated, so
+time/publish, time/critic; T = V + A + P + C. Even a synchronous step trains its critic while the next batch is
+generated, so two bounds are looked at:
 
-    allowed = (V + A + P + max(G, C)) / max(G, V + A + P + C)        which is (G + T) / max(G, T) without a critic
-    reached = (synchronous seconds / asynchronous seconds) / allowed                                at least 85 %
+    against max_batches_ahead = 0     allowed = (V + A + P + max(G, C)) / max(G, T)
+                                      reached = (synchronous seconds / asynchronous seconds) / allowed
+    against a loop without overlap    allowed = (G + T) / max(G, T)
+                                      reached = ((G + T) / asynchronous seconds) / allowed
 
-Fuller decode batches may bring more than 100 %; rebuilding caches at weight updates costs some.
+Both at least 85 %. Fuller decode batches may bring more than 100 %; rebuilding caches at weight updates costs some.
 """
 
 import argparse
@@ -43,16 +46,14 @@ from sao.training.protocol import Trainer
 from sao.types import Message, Task
 
 LIMIT = 85.0
+STAGES = ("values", "actor", "publish", "critic")
 TREE = {
-    "model": {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
-              "intermediate_size": 384, "max_positions": 1536},
-    "engine": {"max_sessions": 48, "max_context": 1536},
-    "rollout": {"max_turns": 40, "max_tokens": 1536, "max_action_tokens_per_turn": 24, "cut_turn": "step"},
+    "model": {"hidden_size": 192, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
+              "intermediate_size": 512, "max_positions": 768},
+    "engine": {"max_sessions": 64, "max_context": 768},
+    "rollout": {"max_turns": 24, "max_tokens": 768, "max_action_tokens_per_turn": 12, "cut_turn": "step"},
+    "trainer": {"actor_lr": 1e-4, "critic_lr": 1e-4},
 }  # fmt: skip
-METHODS = {
-    "SAO, K = 2": {},
-    "running mean": {"algorithm": {"advantage": "given", "whiten": False}, "baseline": {"kind": "running_mean"}},
-}
 
 
 class Ragged:
@@ -68,7 +69,7 @@ class Ragged:
         """Task `index`; its answer is its number of turns."""
         draw = NormalDist(1.0, 1.0).inv_cdf(min(max(uniform(self._seed, index), 1e-6), 1 - 1e-6))
         name = f"{self.name}/{self._seed}/{index}"
-        turns = str(min(40, math.ceil(math.exp(draw))))
+        turns = str(min(24, math.ceil(math.exp(draw))))
         return Task(id=name, prompt_id=name, question="guess a number from 1 to 9", answer=turns)
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
@@ -87,6 +88,9 @@ class Ragged:
         """Nothing to release."""
 
 
+Times = dict[str, float]
+
+
 @dataclass
 class Bench:
     """One engine and one trainer that all runs of a method share, one run after another."""
@@ -98,9 +102,9 @@ class Bench:
     folder: Path
     version: int = 0
     runs: int = 0
-    rows: list[dict[str, float]] = field(default_factory=list)
+    rows: list[Times] = field(default_factory=list)
 
-    async def run(self, steps: int, ahead: int) -> dict[str, float]:
+    async def run(self, steps: int, ahead: int) -> Times:
         """A whole run; returns its seconds, and seconds of each stage."""
         clock = RealClock()
         clock.now()
@@ -123,7 +127,7 @@ class Bench:
             baseline=make_baseline(self.config.baseline), evaluate=None, evaluate_every=1, emit=emit,
             prune=lambda versions: None,
         )  # fmt: skip
-        loop = LoopConfig(steps=steps, batch_size=96, concurrency=48, max_batches_ahead=ahead, checkpoint_every=steps)
+        loop = LoopConfig(steps=steps, batch_size=64, concurrency=64, max_batches_ahead=ahead, checkpoint_every=steps)
         self.version += 1
         snapshot = await self.trainer.publish_initial(self.version, None)
         start = Start(version=self.version, edges=((self.version, None),), highest=self.version)
@@ -137,18 +141,8 @@ class Bench:
         return {"wall": seconds, "generation": generating, **found}
 
 
-STAGES = ("values", "actor", "publish", "critic")
-
-
-def allowed(run: dict[str, float]) -> float:
-    """The speed-up that a synchronous run's stage times allow."""
-    serial = run["values"] + run["actor"] + run["publish"]
-    synchronous = serial + max(run["generation"], run["critic"])
-    return synchronous / max(run["generation"], serial + run["critic"])
-
-
-async def compare(name: str, settings: dict, *, steps: int, repeats: int, folder: Path) -> None:
-    config = from_tree({**TREE, **settings, "trainer": {"actor_lr": 1e-4, "critic_lr": 1e-4}})
+async def compare(config: RunConfig, *, steps: int, repeats: int, folder: Path) -> list[tuple[Times, Times]]:
+    """Times of synchronous and asynchronous runs, in pairs."""
     tokenizer = prepare_tokenizer(config, folder / "tokenizer")
     model = prepare_model(config, tokenizer, folder / "start")
     trainer = make_trainer(config, RealClock(), model, folder / "snapshots")
@@ -156,21 +150,30 @@ async def compare(name: str, settings: dict, *, steps: int, repeats: int, folder
     try:
         bench = Bench(config, engine, trainer, tokenizer, folder)
         await bench.run(1, 0)
-        pairs = [(await bench.run(steps, 0), await bench.run(steps, 2)) for _ in range(repeats)]
+        return [(await bench.run(steps, 0), await bench.run(steps, 2)) for _ in range(repeats)]
     finally:
         await engine.stop()
         await trainer.stop()
+
+
+def report(pairs: list[tuple[Times, Times]], steps: int) -> None:
     for label, index in (("synchronous", 0), ("asynchronous", 1)):
-        mean = {key: statistics.median(pair[index][key] for pair in pairs) / steps for key in pairs[0][0]}
-        print(f"{name}, {label:12}: " + "  ".join(f"{key} {seconds:.2f}" for key, seconds in mean.items()) + "  s/step")
-    training = statistics.median(sum(sync[stage] for stage in STAGES) for sync, _ in pairs)
-    generation = statistics.median(sync["generation"] for sync, _ in pairs)
-    print(f"{name}: generation is {generation / (generation + training):.0%} of the computing (wanted: 40 to 60 %)")
-    speedup = statistics.median(sync["wall"] / other["wall"] for sync, other in pairs)
-    bound = statistics.median(allowed(sync) for sync, _ in pairs)
-    reached = statistics.median(sync["wall"] / other["wall"] / allowed(sync) for sync, other in pairs)
-    print(f"{name}: {speedup:.2f} times as fast; stage times allow {bound:.2f}")
-    verdict(f"{name}, share of the allowed speed-up", 100 * reached, LIMIT, want="at least", unit=" %")
+        typical = {key: statistics.median(pair[index][key] for pair in pairs) / steps for key in pairs[0][0]}
+        print(f"{label:12} " + "  ".join(f"{key} {seconds:.2f}" for key, seconds in typical.items()) + "  s/step")
+    found = []
+    for synchronous, asynchronous in pairs:
+        generation, training = synchronous["generation"], sum(synchronous[stage] for stage in STAGES)
+        longer, critic = max(generation, training), synchronous["critic"]
+        speedup = synchronous["wall"] / asynchronous["wall"]
+        allowed = (training - critic + max(generation, critic)) / longer
+        found.append((generation / (generation + training), speedup, allowed, speedup / allowed,
+                      (generation + training) / longer, longer / asynchronous["wall"]))  # fmt: skip
+    share, speedup, allowed, reached, allowed_serial, reached_serial = map(statistics.median, zip(*found, strict=True))
+    print(f"generation is {share:.0%} of the computing (wanted: 40 to 60 %)")
+    print(f"{speedup:.2f} times as fast as max_batches_ahead = 0; stage times allow {allowed:.2f}")
+    verdict("share of the allowed speed-up reached", 100 * reached, LIMIT, want="at least", unit=" %")
+    name = f"share reached of {allowed_serial:.2f}, allowed against a loop without overlap"
+    verdict(name, 100 * reached_serial, LIMIT, want="at least", unit=" %")
 
 
 def main() -> None:
@@ -180,9 +183,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     chosen = parser.parse_args()
     steps, repeats = (4, 1) if chosen.quick else (chosen.steps, chosen.repeats)
-    for name, settings in METHODS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(compare(name, settings, steps=steps, repeats=repeats, folder=Path(folder)))
+    with tempfile.TemporaryDirectory() as folder:
+        report(asyncio.run(compare(from_tree(TREE), steps=steps, repeats=repeats, folder=Path(folder))), steps)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_a_full_disk_and_ctrl_c_stop_a_run_that_goes_on(tmp_path: Path) -> None:
     before = rows(path)
     wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps after the resume")
     pids = children(process.pid)
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the children too
     told, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert f"go on with: sao resume {path}" in told

@@ -2,9 +2,9 @@
 
 A chain of two steps, in both forms, and the calls that solve it:
 
-    b = 7 + 3 ; c = b * 2 ; c ?
-    bob has 7 plus 3 . cid has bob times 2 . cid has ?
-    <python> b = 7 + 3 </python>    <python> c = b * 2 </python>    <answer> 20 </answer>
+    7 ; b + 3 ; c * 2 ; c ?
+    start with 7 . bob adds 3 . cid multiplies 2 . after cid ?
+    <python> bob = 7 + 3 </python>    <python> cid = bob * 2 </python>    <answer> 20 </answer>
 
 Names are drawn at random and mark the steps; lengths are heavy-tailed. Task i of a stream is a pure function of
 (seed, stream, i), and streams never share a chain, whatever it is called or how it is worded.
@@ -23,7 +23,7 @@ Stream = Literal["train", "sft", "evaluation"]
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _PEOPLE = "ann bob cid dan eva fay gus hal ida jim kim leo mia ned ola pam ray sue tom uma val wes yan zoe"
 PEOPLE = tuple(_PEOPLE.split(" "))
-_SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
+_SPOKEN = {"+": "adds", "-": "takes", "*": "multiplies"}
 _SHARES: dict[str, tuple[float, float]] = {"evaluation": (0.0, 0.1), "sft": (0.1, 0.5), "train": (0.5, 1.0)}
 """Which part of all chains, by hash, belongs to which stream."""
 
@@ -92,24 +92,22 @@ class Chain:
             values.append(apply(operator, values[-1], operand))
         return tuple(values)
 
-    def code(self, step: int) -> str:
-        """The statement that computes value `step` (1, 2, ...)."""
-        return f"{self.names[step - 1]} = {self._left(step)} {self.operators[step - 1]} {self.operands[step - 1]}"
+    def code(self, step: int, value: int | None = None) -> str:
+        """The statement that computes value `step` (1, 2, ...) from the one before it, or from a `value` given."""
+        left = self.values[step - 1] if value is None else value
+        return f"{self.names[step - 1]} = {left} {self.operators[step - 1]} {self.operands[step - 1]}"
 
     def as_symbols(self) -> str:
         """The question in symbols."""
-        return " ; ".join([*(self.code(step) for step in range(1, self.steps + 1)), f"{self.names[-1]} ?"])
+        return " ; ".join([str(self.start), *self._clauses({}), f"{self.names[-1]} ?"])
 
     def as_words(self) -> str:
         """The question as a word problem."""
-        clauses: list[str] = []
-        for step in range(1, self.steps + 1):
-            spoken = _SPOKEN[self.operators[step - 1]]
-            clauses.append(f"{self.names[step - 1]} has {self._left(step)} {spoken} {self.operands[step - 1]}")
-        return " . ".join([*clauses, f"{self.names[-1]} has ?"])
+        return " . ".join([f"start with {self.start}", *self._clauses(_SPOKEN), f"after {self.names[-1]} ?"])
 
-    def _left(self, step: int) -> str:
-        return str(self.start) if step == 1 else self.names[step - 2]
+    def _clauses(self, spoken: dict[str, str]) -> list[str]:
+        steps = zip(self.names, self.operators, self.operands, strict=True)
+        return [f"{name} {spoken.get(operator, operator)} {operand}" for name, operator, operand in steps]
 
 
 class ChainTasks:
@@ -157,6 +155,7 @@ class ChainTasks:
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]
         first = int(random.integers(len(names)))
+        first = int(random.integers(len(names)))
         chosen = tuple(names[(first + step) % len(names)] for step in range(steps))
         for _ in range(10_000):
             chain = _random_chain(random, steps, chosen, self._config)
@@ -188,7 +187,7 @@ def chain_of(task: Task) -> Chain:
 
 def chain_words() -> tuple[str, ...]:
     """Every word of the questions and of the calls that solve them, digits left out."""
-    return (*LETTERS, *PEOPLE, *_SPOKEN, *_SPOKEN.values(), "=", ";", ".", "?", "has")
+    return (*LETTERS, *PEOPLE, *_SPOKEN, *_SPOKEN.values(), "=", ";", ".", "?", "start", "with", "after")
 
 
 def _random_chain(random: np.random.Generator, steps: int, names: tuple[str, ...], config: ChainConfig) -> Chain:

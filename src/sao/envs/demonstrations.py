@@ -94,11 +94,11 @@ class ChainExpert:
             others = _OTHER_OPERATORS[chain.operators[step - 1]]
             return self._changed(step, operator=others[key(self._key, turn, "operator") % len(others)])
         if draw < noise.wrong_operand + noise.wrong_operator + noise.skip_step and step < chain.steps:
-            return chain.code(step + 1)
-        return chain.code(step)
+            return chain.code(step + 1, self._last_value)
+        return chain.code(step, self._last_value)
 
     def _changed(self, step: int, *, operator: str | None = None, operand: int | None = None) -> str:
-        target, equals, left, right_operator, right_operand = self._chain.code(step).split()
+        target, equals, left, right_operator, right_operand = self._chain.code(step, self._last_value).split()
         return f"{target} {equals} {left} {operator or right_operator} {right_operand if operand is None else operand}"
 
     def _offset(self, turn: int) -> int:

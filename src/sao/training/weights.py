@@ -9,11 +9,13 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sao.models.load import read_weights, save_model
 from sao.models.scoring import sequence_logprobs
+from sao.training.protocol import TrainerError
 from sao.types import Snapshot
 
 PROBE_TOKENS = 32
@@ -72,7 +74,10 @@ class SnapshotStore:
         self._folder = Path(folder)
 
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
-        """Write the actor's weights as `version`, with the probe's log-probs under them."""
+        """Write the actor's weights as `version`, with the probe's log-probs under them.
+
+        Raises TrainerError for weights that give log-probs which are not finite.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         target, partial = self._folder / f"v{version:08d}", self._folder / f"v{version:08d}.partial"
         for leftover in self._folder.glob("*.partial"):
@@ -81,6 +86,11 @@ class SnapshotStore:
         save_model(actor, partial)
         probe = probe_tokens(actor.config.get_text_config().vocab_size)
         logprobs = sequence_logprobs(actor, probe)
+        if not bool(torch.isfinite(logprobs).all()):
+            raise TrainerError(
+                f"the actor's log-probs are not finite as version {version}: its weights have run away. Lower "
+                "trainer.actor_lr, and go on from a checkpoint before it"
+            )
         checksum = folder_checksum(partial)
         if target.exists():
             shutil.rmtree(target)

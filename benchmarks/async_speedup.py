@@ -3,13 +3,13 @@
     python benchmarks/async_speedup.py [--quick] [--repeats 3] [--steps 12]
 
 Workload: a small Qwen3 from scratch; episodes of 1 to 24 turns, their number lognormal (median 3, mean 5: heavy-tailed,
-and the same whatever the policy does), at most 12 sampled tokens a turn; batches of 64 rollouts, K = 2. Engine and
+and the same whatever the policy does), at most 12 sampled tokens a turn; batches of 48 rollouts, all at once, K = 2. Engine and
 trainer are processes of one thread each, so that two cores suffice. The synchronous run has max_batches_ahead = 0, the
 asynchronous one 2; they take turns, and medians over the turns are printed.
 
-Stage times are the synchronous run's: G = seconds the engine computes; V, A, P, C = time/values, time/actor,
-time/publish, time/critic; T = V + A + P + C. Even a synchronous step trains its critic while the next batch is
-generated, so two bounds are looked at:
+Stage times are the synchronous run's: V, A, P, C = time/values, time/actor, time/publish, time/critic; T = V + A + P + C;
+G = seconds the engine computes, times the share of its tokens that are trained on (the run's end cuts off a batch). Even
+a synchronous step trains its critic while the next batch is generated, so two bounds are looked at:
 
     against max_batches_ahead = 0     allowed = (V + A + P + max(G, C)) / max(G, T)
                                       reached = (synchronous seconds / asynchronous seconds) / allowed
@@ -46,11 +46,12 @@ from sao.training.protocol import Trainer
 from sao.types import Message, Task
 
 LIMIT = 85.0
+BATCH = 48
 STAGES = ("values", "actor", "publish", "critic")
 TREE = {
-    "model": {"hidden_size": 192, "num_layers": 4, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
-              "intermediate_size": 512, "max_positions": 768},
-    "engine": {"max_sessions": 64, "max_context": 768},
+    "model": {"hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+              "intermediate_size": 384, "max_positions": 768},
+    "engine": {"max_sessions": 48, "max_context": 768},
     "rollout": {"max_turns": 24, "max_tokens": 768, "max_action_tokens_per_turn": 12, "cut_turn": "step"},
     "trainer": {"actor_lr": 1e-4, "critic_lr": 1e-4},
 }  # fmt: skip
@@ -127,7 +128,9 @@ class Bench:
             baseline=make_baseline(self.config.baseline), evaluate=None, evaluate_every=1, emit=emit,
             prune=lambda versions: None,
         )  # fmt: skip
-        loop = LoopConfig(steps=steps, batch_size=64, concurrency=64, max_batches_ahead=ahead, checkpoint_every=steps)
+        loop = LoopConfig(
+            steps=steps, batch_size=BATCH, concurrency=BATCH, max_batches_ahead=ahead, checkpoint_every=steps
+        )
         self.version += 1
         snapshot = await self.trainer.publish_initial(self.version, None)
         start = Start(version=self.version, edges=((self.version, None),), highest=self.version)
@@ -137,8 +140,10 @@ class Bench:
         seconds = clock.now() - began
         log.close()
         found = {name: sum(row.get(f"time/{name}", 0.0) for row in self.rows) for name in STAGES}
-        generating = self.rows[-1]["engine/busy_seconds"] - before.busy_seconds
-        return {"wall": seconds, "generation": generating, **found}
+        trained = BATCH * sum(row["rollout/action_tokens"] for row in self.rows)
+        generated = self.rows[-1]["engine/generated_tokens"] - before.generated_tokens
+        busy = self.rows[-1]["engine/busy_seconds"] - before.busy_seconds
+        return {"wall": seconds, "generation": busy * trained / generated, **found}
 
 
 async def compare(config: RunConfig, *, steps: int, repeats: int, folder: Path) -> list[tuple[Times, Times]]:

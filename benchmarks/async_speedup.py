@@ -3,13 +3,13 @@
     python benchmarks/async_speedup.py [--quick] [--repeats 3] [--steps 12]
 
 Workload: a small Qwen3 from scratch; episodes of 1 to 24 turns, their number lognormal (median 3, mean 5: heavy-tailed,
-and the same whatever the policy does), at most 12 sampled tokens a turn; batches of 48 rollouts, all at once, K = 2. Engine and
-trainer are processes of one thread each, so that two cores suffice. The synchronous run has max_batches_ahead = 0, the
-asynchronous one 2; they take turns, and medians over the turns are printed.
+and the same whatever the policy does), at most 12 sampled tokens a turn; batches of 48 rollouts, all at once, K = 2.
+Engine and trainer are processes of one thread each, so that two cores suffice. The synchronous run has
+max_batches_ahead = 0, the asynchronous one 2; they take turns, and medians over the turns are printed.
 
-Stage times are the synchronous run's: V, A, P, C = time/values, time/actor, time/publish, time/critic; T = V + A + P + C;
-G = seconds the engine computes, times the share of its tokens that are trained on (the run's end cuts off a batch). Even
-a synchronous step trains its critic while the next batch is generated, so two bounds are looked at:
+Stage times are the synchronous run's: V, A, P, C = time/values, time/actor, time/publish, time/critic; T = V + A + P +
+C; G = seconds the engine computes, times the share of its tokens that are trained on (the end of a run cuts a batch
+off). Even a synchronous step trains its critic while the next batch is generated, so two bounds are looked at:
 
     against max_batches_ahead = 0     allowed = (V + A + P + max(G, C)) / max(G, T)
                                       reached = (synchronous seconds / asynchronous seconds) / allowed

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from report import verdict
 from transformers import PreTrainedModel
 
 from sao.clock import RealClock
@@ -74,8 +75,8 @@ async def compare(
     speeds = (
         f"generate {statistics.median(plain):8.0f} tok/s   engine x{SESSIONS} {statistics.median(batched):8.0f} tok/s"
     )
-    verdict = "" if ratio >= limit else "   BELOW"
-    print(f"{name:24s} {speeds}   ratio {ratio:5.1f} (limit {limit:g}){verdict}", flush=True)
+    print(f"{name:24s} {speeds}")
+    verdict(f"{name}, times as many tokens per second", ratio, limit, want="at least")
     await engine.stop()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import torch
+from report import verdict
 
 from sao.models.load import ModelConfig, load_causal_lm
 from sao.models.scoring import action_logprobs
@@ -47,7 +48,7 @@ def measure(tokens: int, vocabulary: int, chunk: int) -> dict[str, float]:
     return {"megabytes": (peak - before) / 1000, "logprobs": float(logprobs.sum()), "entropy": float(entropy.sum())}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=50_000)
@@ -56,7 +57,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.measure is not None:
         print(json.dumps(measure(chosen.tokens, chosen.vocabulary, chosen.measure)))
-        return 0
+        return
     found = []
     for name, chunk in (("unchunked", chosen.tokens), ("chunked", chosen.chunk)):
         command = [sys.executable, __file__, "--measure", str(chunk)]
@@ -68,9 +69,8 @@ def main() -> int:
     for key in ("logprobs", "entropy"):
         assert abs(unchunked[key] - chunked[key]) < 1e-4 * abs(unchunked[key]), (key, found)
     ratio = chunked["megabytes"] / unchunked["megabytes"]
-    print(f"chunked takes {ratio:.3f} of the memory of unchunked (limit {LIMIT:g})")
-    return int(ratio > LIMIT)
+    verdict("memory of chunked, as a share of unchunked", ratio, LIMIT, want="at most")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

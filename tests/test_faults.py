@@ -18,6 +18,8 @@ from sao.store.records import AttemptEnded, Dropped, Finished, Trained
 from sao.store.run_folder import RunFolder
 from sao.training.protocol import TrainerError
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def kill(kind: str) -> None:
     os.kill(child(kind)[0], signal.SIGKILL)

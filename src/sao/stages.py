@@ -119,6 +119,8 @@ def run_stages(
             prepared = replace(prepared, model=run_sft(prepared))
         if last == "sft":
             return None
+        # In virtual time training happens here, and its numbers must not depend on the machine's cores.
+        torch.set_num_threads(config.trainer.threads)
         run = train_run(prepared, checkpoint, last=last)
         return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
     except asyncio.CancelledError as error:

@@ -51,7 +51,9 @@ def test_extract_code(text: str, code: str | None) -> None:
     assert extract_code(text) == code
 
 
-@pytest.mark.parametrize("text", ["<answer>" * 50_000, "\\boxed{" * 50_000, "\n" * 300_000, "{" * 300_000, "#" * 300_000])
+@pytest.mark.parametrize(
+    "text", ["<answer>" * 50_000, "\\boxed{" * 50_000, "\n" * 300_000, "{" * 300_000, "#" * 300_000]
+)
 def test_extraction_is_linear(text: str) -> None:
     """Would catch a quadratic scan, with which a policy that repeats itself stalls its worker for minutes."""
     started = time.process_time()

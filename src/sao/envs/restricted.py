@@ -74,11 +74,11 @@ class RestrictedTool:
         evaluation = _Evaluation(self._variables)
         try:
             value = evaluation.run(_parse(code))
-            lines = [*evaluation.printed, *([] if value is None else [_show(value)])]
+            lines, ok = [*evaluation.printed, *([] if value is None else [_show(value)])], True
         except _RefusedError as error:
-            return ToolResult(output="\n".join([*evaluation.printed, f"error : {error}"]), ok=False)
+            lines, ok = [*evaluation.printed, f"error : {error}"], False
         output = "\n".join(lines)
-        return ToolResult(output=output[:MAX_OUTPUT], ok=True, truncated=len(output) > MAX_OUTPUT)
+        return ToolResult(output=output[:MAX_OUTPUT], ok=ok, truncated=len(output) > MAX_OUTPUT)
 
     def stop(self) -> None:
         """Forget the variables."""
@@ -99,9 +99,7 @@ class _Evaluation:
         for statement in module.body:
             match statement:
                 case ast.Expr(ast.Call(ast.Name("print"), arguments, [])) if "print" not in self._variables:
-                    self.printed.append(" ".join(_show(self.value(argument, 1)) for argument in arguments))
-                    if sum(map(len, self.printed)) > MAX_OUTPUT:
-                        raise _RefusedError("too much output")
+                    self._print(" ".join(_show(self.value(argument, 1)) for argument in arguments))
                     value = None
                 case ast.Expr(expression):
                     value = self.value(expression, 1)
@@ -140,6 +138,11 @@ class _Evaluation:
                 return self._call(function, arguments, depth)
             case _:
                 raise _RefusedError("not allowed")
+
+    def _print(self, line: str) -> None:
+        if sum(map(len, self.printed)) + len(line) > MAX_OUTPUT:
+            raise _RefusedError("too much output")
+        self.printed.append(line)
 
     def _lookup(self, name: str) -> Value:
         if name in self._variables:

@@ -1,0 +1,216 @@
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from sao.clock import RealClock, VirtualClock, run_virtual
+from sao.envs.answers import ExactGrader
+from sao.envs.demonstrations import ReplayExpert, play
+from sao.envs.math_python import EXPECTED, NO_OUTPUT, TOOL_ERROR, MathPythonConfig, MathPythonEnvironment, ToolLatency
+from sao.envs.protocol import ToolResult, WorldError
+from sao.envs.restricted import RestrictedTool
+from sao.envs.traces import Trace
+from sao.types import Message, Task
+
+TASK = Task(id="t/0", prompt_id="t", question="b = 7 + 3 ; c = b * 2 ; c ?", answer="20")
+
+
+class CountingTool(RestrictedTool):
+    """The real tool, which remembers that it was stopped."""
+
+    stopped: int = 0
+
+    def stop(self) -> None:
+        self.stopped += 1
+        super().stop()
+
+
+def play_texts(
+    *texts: str, config: MathPythonConfig | None = None, make_tool: Callable[[], RestrictedTool] = RestrictedTool
+) -> Trace:
+    async def episode() -> Trace:
+        environment = MathPythonEnvironment(
+            make_tool, ExactGrader(), VirtualClock(), config or MathPythonConfig(), inline_tool=True
+        )
+        return await play(TASK, environment, ReplayExpert(texts), max_turns=len(texts))
+
+    return run_virtual(episode())
+
+
+def outputs(trace: Trace) -> list[str]:
+    return [message.content for message in trace.messages if message.role == "tool"]
+
+
+def test_variables_last_and_the_answer_is_graded() -> None:
+    """Would catch a tool made anew for each call, and a right answer unrewarded."""
+    trace = play_texts("<python> b = 7 + 3 </python>", "so <python> c = b * 2 </python>", "it is <answer> 20 </answer>")
+    assert outputs(trace) == ["10", "20"]
+    assert trace.reward == 1.0
+
+
+@pytest.mark.parametrize(("text", "reward"), [(r"\boxed{20}", 1.0), ("<answer> 21 </answer>", 0.0), ("#### 20", 1.0)])
+def test_answers_end_the_episode(text: str, reward: float) -> None:
+    """Would catch an episode that goes on after its answer."""
+    trace = play_texts(text, "<answer> 20 </answer>")
+    assert (trace.reward, len(trace.messages)) == (reward, 2)
+
+
+def test_last_block_runs_and_a_call_comes_before_an_answer() -> None:
+    """Would catch an answer that the policy wrote before it saw the output."""
+    trace = play_texts("<python> 1 </python> <python> 2 </python> <answer> 20 </answer>", "<answer> 20 </answer>")
+    assert outputs(trace) == ["2"]
+    assert trace.reward == 1.0
+
+
+def test_neither_call_nor_answer_says_what_was_expected() -> None:
+    """Would catch a crash on free text, which an untrained model writes at once."""
+    trace = play_texts("hello", "", "<python> cut", "<python> </python>", "<answer> 20 </answer>")
+    assert outputs(trace) == [EXPECTED, EXPECTED, EXPECTED, NO_OUTPUT]
+    assert trace.reward == 1.0
+
+
+def test_faults_of_the_code_are_outputs() -> None:
+    """Would catch a fault that ends the rollout instead of being shown to the policy."""
+    trace = play_texts("<python> x + 1 </python>", "<python> 1 / 0 </python>", "<answer> 20 </answer>")
+    assert outputs(trace) == ["error : name x is not defined", "error : division by zero"]
+
+
+def test_injected_errors_do_not_run_the_code_and_are_keyed() -> None:
+    """Would catch errors drawn from a shared generator, and a failed call that changed the variables all the same."""
+    config = MathPythonConfig(tool_error_probability=0.5)
+    texts = [f"<python> x{turn} = {turn} </python>" for turn in range(30)]
+    first, second = outputs(play_texts(*texts, config=config)), outputs(play_texts(*texts, config=config))
+    assert first == second
+    assert 5 < first.count(TOOL_ERROR) < 25
+    failed = first.index(TOOL_ERROR)
+    asks = [f"<python> x{failed} </python>"] * 10
+    assert f"error : name x{failed} is not defined" in outputs(play_texts(*texts, *asks, config=config))
+
+
+def test_task_details_override_the_probability() -> None:
+    """Would catch a demo without the tool errors its tasks ask for."""
+
+    async def first_output(details: dict[str, float]) -> str:
+        task = Task(id="t", prompt_id="t", question="q", answer="1", details=details)
+        environment = MathPythonEnvironment(
+            RestrictedTool, ExactGrader(), VirtualClock(), MathPythonConfig(tool_error_probability=1.0)
+        )
+        await environment.reset(task)
+        step = await environment.step(Message(role="assistant", content="<python> 5 </python>"))
+        return step.messages[0].content
+
+    assert run_virtual(first_output({})) == TOOL_ERROR
+    assert run_virtual(first_output({"tool_error_probability": 0.0})) == "5"
+
+
+def test_latency_is_charged_and_keyed() -> None:
+    """Would catch a tool that costs no virtual time, or another time in another schedule."""
+    latency = ToolLatency(median_s=2.0, sigma=1.0)
+    config = MathPythonConfig(latency=latency, tool_error_probability=0.5, grading_s=0.25)
+
+    async def spent() -> list[float]:
+        clock = VirtualClock()
+        environment = MathPythonEnvironment(RestrictedTool, ExactGrader(), clock, config, seed=4, inline_tool=True)
+        await environment.reset(TASK)
+        seconds: list[float] = []
+        for text in ("<python> 1 </python>", "<python> 2 </python>", "<answer> 20 </answer>"):
+            before = clock.now()
+            step = await environment.step(Message(role="assistant", content=text))
+            seconds.append(clock.now() - before)
+            assert step.tool_seconds == (0.0 if step.done else pytest.approx(seconds[-1]))
+        await environment.close()
+        return seconds
+
+    expected = [latency.seconds(4, TASK.id, 0), latency.seconds(4, TASK.id, 1), 0.25]
+    assert run_virtual(spent()) == pytest.approx(expected)
+
+
+def test_latency_has_the_median_it_says() -> None:
+    """Would catch a mean taken for the median, or a tail that is not lognormal."""
+    draws = sorted(ToolLatency(median_s=3.0, sigma=1.2).seconds(0, f"t/{i}", 0) for i in range(4001))
+    assert draws[2000] == pytest.approx(3.0, rel=0.1)
+    assert sum(draws) / len(draws) == pytest.approx(3.0 * 2.054, rel=0.15)
+    assert ToolLatency().seconds(0, "t", 0) == 0.0
+
+
+def test_tool_is_made_late_and_stopped_once() -> None:
+    """Would catch a sandbox started for an episode that never calls it, or one left running."""
+    made: list[CountingTool] = []
+
+    def make() -> CountingTool:
+        made.append(CountingTool())
+        return made[-1]
+
+    play_texts("<answer> 20 </answer>", make_tool=make)
+    assert not made
+    play_texts("<python> 1 </python>", "<python> 2 </python>", "<answer> 1 </answer>", make_tool=make)
+    assert [tool.stopped for tool in made] == [1]
+
+
+def test_real_clock_runs_a_slow_tool_off_the_loop() -> None:
+    """Would catch a blocking tool that stalls every other rollout of the worker."""
+
+    class Slow(RestrictedTool):
+        def run(self, code: str) -> ToolResult:
+            time.sleep(0.2)
+            return super().run(code)
+
+    async def episode() -> tuple[float, int]:
+        environment = MathPythonEnvironment(Slow, ExactGrader(), RealClock(), MathPythonConfig())
+        await environment.reset(TASK)
+        stepping = asyncio.ensure_future(environment.step(Message(role="assistant", content="<python> 1 </python>")))
+        ticks = 0
+        while not stepping.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        step = await stepping
+        await environment.close()
+        return step.tool_seconds, ticks
+
+    seconds, ticks = asyncio.run(episode())
+    assert seconds >= 0.2
+    assert ticks >= 3
+
+
+def test_real_sleeps_are_optional() -> None:
+    """Would catch made-up waits in a real run that did not ask for them."""
+
+    async def seconds(real_sleep: bool) -> float:
+        config = MathPythonConfig(latency=ToolLatency(median_s=0.2, sigma=0.0, real_sleep=real_sleep))
+        environment = MathPythonEnvironment(RestrictedTool, ExactGrader(), RealClock(), config, inline_tool=True)
+        await environment.reset(TASK)
+        return (await environment.step(Message(role="assistant", content="<python> 1 </python>"))).tool_seconds
+
+    assert asyncio.run(seconds(True)) >= 0.19
+    assert asyncio.run(seconds(False)) < 0.19
+
+
+def test_a_broken_tool_is_the_worlds_fault() -> None:
+    """Would catch an infrastructure failure shown to the policy as if its code were wrong."""
+
+    class Broken(RestrictedTool):
+        def run(self, code: str) -> ToolResult:
+            raise WorldError("the sandbox did not start")
+
+    with pytest.raises(WorldError, match="did not start"):
+        play_texts("<python> 1 </python>", make_tool=Broken)
+
+
+def test_system_prompt_comes_first() -> None:
+    """Would catch instructions that an untrained model never sees."""
+    trace = play_texts("<answer> 20 </answer>", config=MathPythonConfig(system_prompt="use the tool"))
+    assert [message.role for message in trace.messages] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize("settings", [{"tool_error_probability": 1.5}, {"grading_s": -1.0}])
+def test_bad_settings(settings: dict[str, float]) -> None:
+    """Would catch a probability above one."""
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        MathPythonConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_bad_latency() -> None:
+    """Would catch a negative wait."""
+    with pytest.raises(ValueError, match="median_s is -1"):
+        ToolLatency(median_s=-1.0)

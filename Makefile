@@ -24,7 +24,7 @@ check: setup
 	$(BIN)/pyright
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
 demo: setup
 	$(BIN)/sao train experiments/demo/config.toml

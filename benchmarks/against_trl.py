@@ -4,10 +4,11 @@
     python benchmarks/against_trl.py --trl-python trl-venv/bin/python [--quick]
 
 Both start from the same weights (a Qwen3 of 2 layers and width 64) and the demo's tokenizer: 64 completions of up to 64
-tokens a step, groups of 8, one update of the actor at rate 1e-4, no KL, neutral sampling. TRL: one process with two
-threads, its defaults but for gradient checkpointing, which is off. Ours: the whole real-time loop with its log, engine
-and trainer in processes of one thread each, one batch ahead. Each side runs in processes of its own, in turns; a few
-steps of warm-up do not count. The ratio is the median over the turns; at least 1, and the aim is 2.
+tokens a step, groups of 8, one update of the actor at rate 1e-4, no KL, neutral sampling. TRL: one process, with one
+thread and with two, of which the faster counts; its defaults but for gradient checkpointing, which is off. Ours: the
+whole real-time loop with its log, engine and trainer in processes of one thread each, one batch ahead. Each side runs in
+processes of its own, in turns; a few steps of warm-up do not count. The ratio is the median over the turns; at least 1,
+and the aim is 2.
 """
 
 import argparse
@@ -135,9 +136,10 @@ def main() -> None:
         theirs = [chosen.trl_python, str(Path(__file__).with_name("trl_side.py")), str(model), str(tokenizer)]
         pairs = []
         for _ in range(turns):
-            pair = tokens_per_second(ours_command, 1), tokens_per_second([*theirs, str(steps), "2"], 2)
-            print(f"ours {pair[0]:6.0f} tokens/s   TRL {pair[1]:6.0f} tokens/s", flush=True)
-            pairs.append(pair)
+            ours_speed = tokens_per_second(ours_command, 1)
+            one, two = (tokens_per_second([*theirs, str(steps), str(threads)], threads) for threads in (1, 2))
+            print(f"tokens/s: ours {ours_speed:6.0f}   TRL {one:6.0f} on one thread, {two:6.0f} on two", flush=True)
+            pairs.append((ours_speed, max(one, two)))
     ratio = statistics.median(ours / trl for ours, trl in pairs)
     verdict("times as many action tokens per second as TRL", ratio, LIMIT, want="at least")
     print(f"the aim of {AIM:g} is {'reached' if ratio >= AIM else 'not reached'}")

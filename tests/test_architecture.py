@@ -13,7 +13,8 @@ ROOT = Path(sao.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = (
     "types", "clock", "store", "algorithm", "observe", "envs", "models", "engines", "rollout", "pipeline", "training",
-    "evaluate", "loop", "intake", "orchestrator", "config", "resume", "build", "evaluator", "stages", "single", "preflight", "progress", "cli",
+    "evaluate", "loop", "intake", "orchestrator", "config", "resume", "build", "evaluator", "stages", "single",
+    "preflight", "progress", "cli",
 )  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 400, 60
 

@@ -23,7 +23,7 @@ def tasks(stream: Stream, count: int, config: ChainConfig = CONFIG, seed: int = 
 
 def test_values_stay_in_bounds_and_give_the_answer() -> None:
     """Would catch an answer that its own chain does not give, or numbers that outgrow the vocabulary."""
-    for task in tasks("train", 500):
+    for task in tasks("train", 150):
         chain = chain_of(task)
         assert chain.steps == task.details["steps"]
         assert str(chain.values[-1]) == task.answer
@@ -32,7 +32,7 @@ def test_values_stay_in_bounds_and_give_the_answer() -> None:
 
 def test_the_calls_of_a_chain_compute_it() -> None:
     """Would catch code that reads other names or numbers than the question."""
-    for task in tasks("train", 200):
+    for task in tasks("train", 80):
         chain, tool = chain_of(task), RestrictedTool()
         outputs = [tool.run(chain.code(step)).output for step in range(1, chain.steps + 1)]
         assert outputs == [str(value) for value in chain.values[1:]]
@@ -55,7 +55,7 @@ def test_streams_share_no_chain() -> None:
         stream: {
             (chain.start, chain.operators, chain.operands)
             for seed in (0, 1)
-            for chain in map(chain_of, tasks(stream, 800, short, seed))
+            for chain in map(chain_of, tasks(stream, 250, short, seed))
         }
         for stream in streams
     }
@@ -69,8 +69,8 @@ def test_lengths_are_heavy_tailed_in_every_stream() -> None:
     shares = CONFIG.length_shares
     assert shares[0] / shares[-1] == pytest.approx(12**CONFIG.length_exponent)
     for stream in ("train", "evaluation"):
-        lengths = [chain_of(task).steps for task in tasks(stream, 1500)]
-        assert lengths.count(1) / 1500 == pytest.approx(shares[0], abs=0.05)
+        lengths = [chain_of(task).steps for task in tasks(stream, 400)]
+        assert lengths.count(1) / 400 == pytest.approx(shares[0], abs=0.08)
         assert max(lengths) == 12
 
 
@@ -94,16 +94,19 @@ def test_bad_settings(settings: dict[str, int]) -> None:
 def test_no_chain_left() -> None:
     """Would catch a draw that loops for ever when a stream has no chain of a length."""
     tiny = ChainConfig(max_value=2, max_operand=2, max_steps=1)
+
+    def draw_all() -> None:
+        for stream in ("train", "sft", "evaluation"):
+            ChainTasks(tiny, stream=stream).at(0)
+
     with pytest.raises(ValueError, match="no chain of 1 steps"):
-        for index in range(200):
-            for stream in ("train", "sft", "evaluation"):
-                ChainTasks(tiny, stream=stream).at(index)
+        draw_all()
 
 
 def test_flawless_expert_is_always_right() -> None:
     """Would catch an expert that cannot play its own environment, tool errors included."""
     source = ChainTasks(ChainConfig(tool_error_probability=0.3), stream="sft")
-    traces = demonstrate(source, environment, lambda task: ChainExpert(task, FLAWLESS), count=150)
+    traces = demonstrate(source, environment, lambda task: ChainExpert(task, FLAWLESS), count=60)
     assert all(trace.reward == 1.0 for trace in traces)
     assert any(message.content == "error try again" for trace in traces for message in trace.messages)
 
@@ -114,9 +117,9 @@ def test_noise_costs_reward_and_is_keyed() -> None:
 
     def play(seed: int) -> list[float]:
         make = lambda task: ChainExpert(task, NoiseConfig(), seed=seed)  # noqa: E731
-        return [trace.reward for trace in demonstrate(source, environment, make, count=300)]
+        return [trace.reward for trace in demonstrate(source, environment, make, count=120)]
 
-    assert 0.25 < sum(play(0)) / 300 < 0.65
+    assert 0.2 < sum(play(0)) / 120 < 0.75
     assert play(0) == play(0)
     assert play(0) != play(1)
 
@@ -138,15 +141,13 @@ def test_each_noise_is_what_it_says(noise: NoiseConfig, sign: str) -> None:
         assert (said[4] != right[4], said[3] != right[3]) == (sign == "right operand", sign == "right operator")
 
 
-def test_skipped_step_fails_and_is_made_good() -> None:
-    """Would catch a skipped step that the tool does not notice."""
-    noise = NoiseConfig(
-        wrong_operand=0.0, wrong_operator=0.0, skip_step=0.3, give_up=0.0, early_answer=0.0, wrong_answer=0.0
-    )
-    source = ChainTasks(CONFIG, stream="sft")
-    traces = demonstrate(source, environment, lambda task: ChainExpert(task, noise), count=100)
-    assert all(trace.reward == 1.0 for trace in traces)
-    assert any("is not defined" in message.content for trace in traces for message in trace.messages)
+def test_a_skipped_step_is_taken_in_place_of_the_next() -> None:
+    """Would catch a skipped step without effect, or one past the end of the chain."""
+    noise = NoiseConfig(wrong_operand=0.0, wrong_operator=0.0, skip_step=1.0, early_answer=0.0, wrong_answer=0.0)
+    for task in tasks("sft", 50):
+        chain = chain_of(task)
+        said = ChainExpert(task, noise).act(task.question)
+        assert said == f"<python> {chain.code(min(2, chain.steps), chain.start)} </python>"
 
 
 def test_noise_is_checked() -> None:

@@ -107,8 +107,7 @@ def test_mixture_refuses_what_cannot_work() -> None:
     endless, finite = ListSource(made(3), name="a"), ListSource(made(3), name="b", cycle=False)
     mixed = MixedSource([(endless, 1.0), (finite, 1.0)])
     with pytest.raises(ValueError, match="'b' of the mixture 'mixed' ended"):
-        for i in range(100):
-            mixed.at(i)
+        [mixed.at(i) for i in range(100)]
     with pytest.raises(ValueError, match="must be > 0"):
         MixedSource([(endless, 0.0)])
     with pytest.raises(ValueError, match="collide"):

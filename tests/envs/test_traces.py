@@ -116,7 +116,7 @@ def test_gsm8k_expert_needs_a_solution() -> None:
 def test_gsm8k_traces_are_graded_right() -> None:
     """Would catch a conversion that loses the answer on real data."""
     source = ListSource(gsm8k_tasks(DATA / "gsm8k"), name="gsm8k", cycle=False)
-    traces = demonstrate(source, environment, gsm8k_expert, count=300, only_right=True)
-    assert len(traces) == 300
+    traces = demonstrate(source, environment, gsm8k_expert, count=100, only_right=True)
+    assert len(traces) == 100
     failed = sum("error" in message.content for trace in traces for message in trace.messages if message.role == "tool")
-    assert failed <= 5
+    assert failed <= 2

@@ -4,10 +4,10 @@ A chain of two steps, in both forms, and the calls that solve it:
 
     7 ; b + 3 ; c * 2 ; c ?
     start with 7 . bob adds 3 . cid multiplies 2 . after cid ?
-    <python> bob = 7 + 3 </python>    <python> cid = bob * 2 </python>    <answer> 20 </answer>
+    <python> bob = 7 + 3 </python>    <python> cid = 10 * 2 </python>    <answer> 20 </answer>
 
-Names are drawn at random and mark the steps; lengths are heavy-tailed. Task i of a stream is a pure function of
-(seed, stream, i), and streams never share a chain, whatever it is called or how it is worded.
+Names follow one another from a random first one and mark the steps; lengths are heavy-tailed. Task i of a stream is a
+pure function of (seed, stream, i), and streams never share a chain, whatever it is called or how it is worded.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ class NoiseConfig:
     wrong_operator: float = 0.04
     """Per call: another operator."""
     skip_step: float = 0.04
-    """Per call: the step after the next one, which fails because its input is not there yet."""
+    """Per call: the step after the next one, so that one is left out."""
     give_up: float = 0.5
     """Per failed call: answers with the last value seen instead of trying again."""
     early_answer: float = 0.04

@@ -112,14 +112,21 @@ def _tool_factory(config: EnvironmentConfig) -> Callable[[], CodeTool]:
 
 
 def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
-    """The source a configuration names. Evaluation neither cycles nor shuffles. Raises ValueError for bad files."""
+    """The source a configuration names; a limit makes a pool of its tasks. Evaluation neither cycles nor shuffles.
+
+    Raises ValueError for bad files.
+    """
     split: Use = use if config.split == "auto" else config.split
-    size = config.limit or None
     match config.source:
-        case "chain":
-            return ChainTasks(config.chain, stream=split, seed=seed, size=size)
-        case "guess":
-            return GuessTasks(config.guess, name=f"guess-{split}", seed=seed)
+        case "chain" | "guess":
+            endless = (
+                ChainTasks(config.chain, stream=split, seed=seed)
+                if config.source == "chain"
+                else GuessTasks(config.guess, name=f"guess-{split}", seed=seed)
+            )
+            if not config.limit:
+                return endless
+            tasks = [task for task in map(endless.at, range(config.limit)) if task is not None]
         case "gsm8k":
             tasks = gsm8k_tasks(Path(config.path), "test" if split == "evaluation" else "train")
         case "imo_answerbench":

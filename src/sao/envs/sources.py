@@ -165,26 +165,37 @@ def gsm8k_tasks(folder: Path, split: str = "train") -> list[Task]:
 def imo_answerbench_tasks(folder: Path) -> list[Task]:
     """IMO-AnswerBench v2 from a folder with answerbench_v2.csv; answers are LaTeX as given."""
     path = _existing(folder / "answerbench_v2.csv", "IMO-AnswerBench")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
-        needed = {"Problem ID", "Problem", "Short Answer", "Category"}
-        if not needed <= set(rows.fieldnames or ()):
-            raise ValueError(f"{path} has the columns {rows.fieldnames}; expected {sorted(needed)}")
-        return [
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return _imo_rows(path, csv.DictReader(file))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
+
+
+class _BadTaskError(Exception):
+    """What is wrong with a record."""
+
+
+def _imo_rows(path: Path, rows: "csv.DictReader[str]") -> list[Task]:
+    needed = ("Problem ID", "Problem", "Short Answer")
+    if not {*needed, "Category"} <= set(rows.fieldnames or ()):
+        raise ValueError(f"{path} has the columns {rows.fieldnames}; expected {', '.join(needed)}, Category")
+    tasks: list[Task] = []
+    for row in rows:
+        empty = [name for name in needed if not (row[name] or "").strip()]
+        if empty:
+            raise ValueError(f"{path}, line {rows.line_num}: no {', '.join(empty)}; fetch the file again if it was cut")
+        tasks.append(
             Task(
                 id=row["Problem ID"],
                 prompt_id=row["Problem ID"],
                 question=row["Problem"].strip(),
                 answer=row["Short Answer"].strip(),
                 data_set="imo-answerbench",
-                details={"category": row["Category"]},
+                details={"category": row["Category"] or ""},
             )
-            for row in rows
-        ]
-
-
-class _BadTaskError(Exception):
-    """What is wrong with a record."""
+        )
+    return tasks
 
 
 def _task(record: Any, *, default_id: str) -> Task:
@@ -200,9 +211,12 @@ def _task(record: Any, *, default_id: str) -> Task:
     unknown = set(record) - {"question", "answer", "id", "details"}
     if unknown:
         raise _BadTaskError(f"unknown field {', '.join(sorted(unknown))} (fields are question, answer, id, details)")
+    name = record.get("id", default_id)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise _BadTaskError(f'field "id" is {shorten(str(name))}; it must be text or a whole number')
     return Task(
-        id=str(record.get("id", default_id)),
-        prompt_id=str(record.get("id", default_id)),
+        id=str(name),
+        prompt_id=str(name),
         question=str(record["question"]),
         answer=str(record["answer"]),
         details=_details(record.get("details", {})),

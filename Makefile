@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/sao train experiments/demo/config.toml
 
 docs: setup
-	$(BIN)/sao config
+	$(BIN)/sao config --markdown > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build

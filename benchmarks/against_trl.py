@@ -6,9 +6,9 @@
 Both start from the same weights (a Qwen3 of 2 layers and width 64) and the demo's tokenizer: 64 completions of up to 64
 tokens a step, groups of 8, one update of the actor at rate 1e-4, no KL, neutral sampling. TRL: one process, with one
 thread and with two, of which the faster counts; its defaults but for gradient checkpointing, which is off. Ours: the
-whole real-time loop with its log, engine and trainer in processes of one thread each, one batch ahead. Each side runs in
-processes of its own, in turns; a few steps of warm-up do not count. The ratio is the median over the turns; at least 1,
-and the aim is 2.
+whole real-time loop with its log, engine and trainer in processes of one thread each, one batch ahead. Each side runs
+in processes of its own, in turns; a few steps of warm-up do not count. The ratio is the median over the turns; at least
+1, and the aim is 2.
 """
 
 import argparse

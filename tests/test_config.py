@@ -27,6 +27,12 @@ def write(tmp_path: Path, text: str) -> Path:
         ('[baseline]\nkind = "running_mean"', "given"),
         ("[[sft]]\n[sft.fit]\nlearning_rate = 1.0", r"unknown key sft\.0\.fit\.learning_rate"),
         ("[loop]\nsteps = ", "not TOML"),
+        ("[sft]\ndemonstrations = 5", r"\[sft\] is a list of sections; write \[\[sft\]\]"),
+        ("[[trainer]]\nactor_lr = 1.0", r"\[\[trainer\]\] is one section; write \[trainer\]"),
+        ("[loop]\nmax_failure_share = nan", r"loop\.max_failure_share is nan; it must lie between 0 and 1"),
+        ("[loop]\nengine_timeout_s = 0", r"loop\.engine_timeout_s is 0\.0; it must be above 0 seconds"),
+        ("[loop]\nmax_retries = -1", r"loop\.max_retries is -1; it must be 0 or above"),
+        ("[loop]\nsteps = 0", r"loop\.steps is 0; it must be at least 1"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, said: str) -> None:

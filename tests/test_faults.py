@@ -43,7 +43,7 @@ def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_pa
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"connection to the engine .* broke \(process \d+ ended with -9\)"):
         go_on(path, config, {2: kill_worker, 12: lambda: (seen.extend(child("worker")), kill("engine"))})
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 600
     assert len(set(seen)) == 2, "the worker was not replaced"
     failures = records(path, AttemptEnded)
     assert failures, "the episodes of the dead worker were not counted"

@@ -1,6 +1,7 @@
 """The loop itself: real orchestrator, admission and log rules; engine, world and trainer only cost time."""
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.clock import VirtualClock, run_virtual
+from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.engines.protocol import EngineHealth
 from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metrics
@@ -151,8 +152,9 @@ async def run_loop(
     baseline: Baseline | None = None,
     worker: type[TimedWorker] = TimedWorker,
     evaluations: list[int] | None = None,
+    clock: Clock | None = None,
 ) -> Setting:
-    clock = VirtualClock()
+    clock = clock or VirtualClock()
     engine = TimedEngine(load_seconds)
     trainer = ScriptedTrainer(
         clock=clock, actor_seconds=actor_seconds, critic_seconds=critic_seconds, skip_steps=skip_steps
@@ -417,3 +419,16 @@ def test_every_evaluation_happens_once():
         asked: list[int] = []
         run_virtual(run_loop(loop_config(steps=5), size=size, evaluations=asked))
         assert asked == expected
+
+
+def test_the_collector_is_still_while_a_real_run_lasts():
+    """Catches full collections, which stop the loop for half a second at 10,000 rollouts, and one left off for good."""
+    seen: list[bool] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_later(0.1, lambda: seen.append(gc.isenabled()))
+        await run_loop(loop_config(steps=1, batch_size=1), actor_seconds=0.2, critic_seconds=0.0, clock=RealClock())
+
+    asyncio.run(run())
+    assert seen == [False]
+    assert gc.isenabled()

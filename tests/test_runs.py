@@ -130,10 +130,10 @@ def test_a_run_killed_in_the_middle_goes_on_and_loses_nothing(tmp_path: Path) ->
         env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not list(run.glob("checkpoints/*-step-00000[3-9]")):
             assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
-            assert time.monotonic() < deadline, "no checkpoint after 120 s"
+            assert time.monotonic() < deadline, "no checkpoint after 600 s"
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
@@ -144,7 +144,7 @@ def test_a_run_killed_in_the_middle_goes_on_and_loses_nothing(tmp_path: Path) ->
     trained_before = {
         each for record in read(run / "log") if isinstance(record, Trained) for each in record.rollout_ids
     }
-    resumed = subprocess.run([*command, "resume", str(run)], env=environment, capture_output=True, timeout=150)
+    resumed = subprocess.run([*command, "resume", str(run)], env=environment, capture_output=True, timeout=600)
     assert resumed.returncode == 0, resumed.stderr.decode()
     check_history(run, steps=12)
     checkpoint = RunFolder.open(run).latest_checkpoint()

@@ -69,17 +69,19 @@ def test_an_error_shows_the_frames_of_the_code_alone(quick: SandboxPython) -> No
 
 def test_memory_is_limited_for_one_process_and_for_all_together(python: SandboxPython) -> None:
     """Catches limits that a fork gets around: each child stays under its own."""
-    result = python.run("a = bytearray(10**9)")
+    tool = SandboxPython(SandboxConfig(timeout_s=30.0))
+    result = tool.run("a = bytearray(10**9)")
     assert (result.ok, result.out_of_memory) == (False, True)
-    assert python.run("a = []\nwhile True: a.append('x' * 10**6)").out_of_memory
-    python.run("del a")
+    assert tool.run("a = []\nwhile True: a.append('x' * 10**6)").out_of_memory
+    tool.run("del a")
     forks = "import os, time\nfor _ in range(10):\n    if os.fork() == 0:\n        a = bytearray(150_000_000)\n"
-    result = python.run(forks + "        time.sleep(60)\ntime.sleep(3)\nprint('survived')")
+    result = tool.run(forks + "        time.sleep(60)\ntime.sleep(25)\nprint('survived')")
     assert (result.ok, result.out_of_memory) == (False, True)
     shared = forks.replace("bytearray(150_000_000)", "mmap.mmap(-1, 150_000_000); a.write(bytes(150_000_000))")
-    result = python.run("import mmap\n" + shared + "        time.sleep(60)\ntime.sleep(3)\nprint('survived')")
+    result = tool.run("import mmap\n" + shared + "        time.sleep(60)\ntime.sleep(25)\nprint('survived')")
     assert (result.ok, result.out_of_memory) == (False, True)
-    assert python.run("1").output == "1\n"
+    assert tool.run("1").output == "1\n"
+    tool.stop()
 
 
 def test_forks_that_share_memory_are_not_counted_twice() -> None:

@@ -112,8 +112,9 @@ class EngineClient:
                 lines.send({"op": "abandon", "id": number})
 
     async def cancel(self, session: str) -> None:
-        """See Engine."""
-        (await self._connected()).send({"op": "cancel", "session": session})
+        """See Engine. An engine that is gone samples no more."""
+        if not self._failure:
+            (await self._connected()).send({"op": "cancel", "session": session})
 
     async def close(self, session: str) -> None:
         """See Engine. An engine that is gone has forgotten the session."""

@@ -11,7 +11,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,20 +22,20 @@ KEPT = ("config.toml", "environment.json", "metrics.jsonl", "report")
 
 
 def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
-    """One run in a scratch folder; what is kept of it moves to `target` once it has ended well."""
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch) / "run"
-        words = [word for override in (f"seed={seed}", *overrides) for word in ("--set", override)]
-        command = [sys.executable, "-m", "sao.cli", "train", str(config), "--folder", str(run), *words]
-        subprocess.run(command, check=True)
-        draft = target.with_name(target.name + ".partial")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for name in KEPT:
-            place = run / name
-            (shutil.copytree if place.is_dir() else shutil.copy)(place, draft / name)
-        (draft / "report" / "report.html").unlink(missing_ok=True)
-        draft.rename(target)
+    """One run beside `target`, resumed if an earlier try was stopped; what is kept of it moves there when it has ended."""
+    run = target.with_name(target.name + ".run")
+    words = [word for override in (f"seed={seed}", *overrides) for word in ("--set", override)]
+    start = ["resume", str(run)] if run.is_dir() else ["train", str(config), "--folder", str(run), *words]
+    subprocess.run([sys.executable, "-m", "sao.cli", *start], check=True)
+    draft = target.with_name(target.name + ".partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for name in KEPT:
+        place = run / name
+        (shutil.copytree if place.is_dir() else shutil.copy)(place, draft / name)
+    (draft / "report" / "report.html").unlink(missing_ok=True)
+    draft.rename(target)
+    shutil.rmtree(run)
 
 
 def evaluations(results: Path) -> list[dict[str, float]]:

@@ -22,7 +22,7 @@ KEPT = ("config.toml", "environment.json", "metrics.jsonl", "report")
 
 
 def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
-    """One run beside `target`, resumed if an earlier try was stopped; what is kept of it moves there when it has ended."""
+    """One run beside `target`, resumed if an earlier try was stopped; what is kept of it moves there at its end."""
     run = target.with_name(target.name + ".run")
     words = [word for override in (f"seed={seed}", *overrides) for word in ("--set", override)]
     start = ["resume", str(run)] if run.is_dir() else ["train", str(config), "--folder", str(run), *words]

@@ -173,7 +173,8 @@ def test_a_model_that_cannot_be_built_is_named(tmp_path: Path):
 
 def _start_and_sleep(folder: str, told: int) -> None:
     trainer = ProcessTrainer(partial(make, folder), threads=1, timeout_s=60)
-    while not trainer._started:
+    deadline = time.monotonic() + 300
+    while not trainer._started and time.monotonic() < deadline:
         time.sleep(0.05)
     os.write(told, str(trainer.pid).encode())
     time.sleep(60)

@@ -15,6 +15,7 @@ from test_runs import check_history
 from sao.engines.protocol import EngineError
 from sao.store.log import read
 from sao.store.records import AttemptEnded, Dropped, Finished, Trained
+from sao.store.replay import replay
 from sao.store.run_folder import RunFolder
 from sao.training.protocol import TrainerError
 
@@ -65,51 +66,82 @@ def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
 
 
 def start(path: Path) -> "subprocess.Popen[str]":
-    """`sao resume` as a user starts it, in a process group of its own."""
-    return subprocess.Popen(
+    """`sao resume` as a user starts it, in a process group of its own; returns five steps later."""
+    before = rows(path)
+    process = subprocess.Popen(
         [sys.executable, "-m", "sao.cli", "resume", str(path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip
+    try:
+        wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps")
+    except AssertionError:
+        process.kill()
+        raise
+    assert process.poll() is None, process.communicate()
+    return process
 
 
 def rows(path: Path) -> int:
     return len((path / "metrics.jsonl").read_bytes().splitlines())
 
 
-@pytest.mark.slow
-def test_a_full_disk_and_ctrl_c_stop_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Catches a full disk that hides itself, loses what was durable or cannot be resumed from; Ctrl-C likewise."""
-    path = tmp_path / "run"
-    begun(path)
+def finished(path: Path) -> set[str]:
+    return {record.rollout.id for record in records(path, Finished)}
+
+
+def kill_nine(path: Path) -> None:
+    """The machine loses the whole run at once."""
     process = start(path)
-    before = rows(path)
-    wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps")
-    # A limit on the size of files stands for a full disk: from now on the log cannot grow.
+    pids = children(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the orphans to end", 30)
+
+
+def fill_the_disk(path: Path) -> None:
+    """A limit on the size of files stands for a full disk: from now on the log cannot grow."""
+    process = start(path)
     size = max(file.stat().st_size for file in (path / "log").iterdir())
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    durable = {record.rollout.id for record in records(path, Finished)}
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2, said
     assert "cannot write the rollout log" in said
     assert "File too large" in said
     assert "sao resume" in said
     assert "Traceback" not in said
-    assert durable <= {record.rollout.id for record in records(path, Finished)}
 
+
+def press_ctrl_c(path: Path) -> None:
+    """As a terminal sends it: to the children too."""
     process = start(path)
-    before = rows(path)
-    wait_for(lambda: rows(path) > before + 5 or process.poll() is not None, "five steps after the resume")
     pids = children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the children too
+    os.killpg(process.pid, signal.SIGINT)
     told, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert f"go on with: sao resume {path}" in told
     assert "Traceback" not in said
-    folder = RunFolder.open(path)
-    checkpoint = folder.latest_checkpoint()
+    checkpoint = RunFolder.open(path).latest_checkpoint()
     assert checkpoint is not None
     assert checkpoint.manifest.step == records(path, Trained)[-1].step, "the step under way was not committed"
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the children to end", 10)
     assert (path / "report" / "report.md").is_file()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the children to end", 10)
+
+
+@pytest.mark.slow
+def test_a_run_killed_out_of_disk_and_interrupted_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+    """Catches state that lives only in memory, a full disk that hides itself, and Ctrl-C that leaves half a step."""
+    path = tmp_path / "run"
+    begun(path)
+    for strike in (kill_nine, fill_the_disk, press_ctrl_c):
+        before = finished(path)
+        strike(path)
+        assert before <= finished(path)
     check_history(path, steps=finish(path))
+    checkpoint = RunFolder.open(path).latest_checkpoint()
+    assert checkpoint is not None
+    consumed = checkpoint.manifest.consumed
+    state = replay(path / "log", consumed=consumed, ended=True)
+    kept = set(consumed) | {rollout.id for rollout in state.waiting}
+    assert finished(path) <= kept, "a finished rollout was lost"
+    assert {each for record in records(path, Trained) for each in record.rollout_ids} <= kept

@@ -155,7 +155,6 @@ class ChainTasks:
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]
         first = int(random.integers(len(names)))
-        first = int(random.integers(len(names)))
         chosen = tuple(names[(first + step) % len(names)] for step in range(steps))
         for _ in range(10_000):
             chain = _random_chain(random, steps, chosen, self._config)

@@ -19,6 +19,9 @@ from sao.observe.metrics import Metrics
 LINE_SECONDS = 2.0
 """Least time between two lines of training, so that fast runs do not flood the terminal."""
 
+BAR_LINE_SECONDS = 30.0
+"""Least time between two lines that stand for a bar where there is no terminal, as in a log file."""
+
 
 class ConsoleReporter:
     """Satisfies stages.Reporter on a terminal; without one, lines only."""
@@ -28,6 +31,7 @@ class ConsoleReporter:
         self._steps = steps
         self._bars: dict[str, TaskID] = {}
         self._last_line = 0.0
+        self._last_bar_line = time.monotonic()
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
@@ -50,8 +54,12 @@ class ConsoleReporter:
     def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Move a stage's bar; it goes when done = total, and a line stays."""
         self._move(stage, done, total, note)
+        now = time.monotonic()
         if done >= total:
             self._console.print(f"{stage}: {total} done {note}".rstrip())
+        elif not self._console.is_terminal and now - self._last_bar_line >= BAR_LINE_SECONDS:
+            self._last_bar_line = now
+            self._console.print(f"{stage}: {done} of {total} {note}".rstrip())
 
     def _move(self, stage: str, done: int, total: int, note: str) -> None:
         if stage not in self._bars:

@@ -27,6 +27,10 @@ the context end it; seed; token index minus length; tokens that were once in the
 _SMALL_FILL = 256
 """Tokens, padding included, up to which a forward costs a small model about the same."""
 
+_PATIENCE = 0.5
+"""A small fill costs about as much as this share of a decode step: sessions wait for company until the steps they
+waited, summed, are this share of the running rows, so that waiting never costs more than the forwards it saves."""
+
 
 @dataclass(eq=False, slots=True)
 class Generation:
@@ -101,6 +105,7 @@ class Decoder:
         self._evicted: dict[str, int] = {}
         self._running = 0
         self._filling: list[_Seat] = []
+        self._waited = 0
         self._tick = 0
         self._tokens = np.zeros((rows, max_context + 1), dtype=np.int64)
         self._logprobs = np.zeros((rows, max_context + 1), dtype=np.float32)
@@ -135,9 +140,16 @@ class Decoder:
         return True
 
     def plan(self, prefill_tokens: int) -> Plan:
-        """Fill the oldest admitted sessions first, up to the budget; decode all that are ready then."""
+        """Fill the oldest admitted sessions first, up to the budget; decode all that are ready then.
+
+        Small fills wait for company while other sessions decode.
+        """
         plan = Plan()
         ready = self._running
+        numbers = self._numbers[[seat.row for seat in self._filling]]
+        missing = int((numbers[:, LENGTH] - 1 - numbers[:, CACHED]).sum())
+        if self._waited + len(self._filling) <= _PATIENCE * self._running and missing < _SMALL_FILL:
+            prefill_tokens = 0
         for seat in self._filling:
             start, needed = int(self._numbers[seat.row, CACHED]), int(self._numbers[seat.row, LENGTH]) - 1
             end = min(needed, start + prefill_tokens)
@@ -146,8 +158,6 @@ class Decoder:
                 prefill_tokens -= end - start
             if end == needed:
                 ready += 1
-            if prefill_tokens <= 0:
-                break
         plan.decoded = ready
         return plan
 
@@ -156,6 +166,7 @@ class Decoder:
         """Carry out a plan; returns what is to be given out, in row order."""
         for group in _similar(plan.fills):
             self._fill(group)
+        self._waited = 0 if plan.fills else self._waited + len(self._filling)
         for seat in [seat for seat in self._filling if self._complete(seat)][: plan.decoded - self._running]:
             self._filling.remove(seat)
             self._exchange(seat.row, self._running)

@@ -244,13 +244,13 @@ class Intake:
 
     def _settle_failure(self, member: Member, rollout: Rollout) -> None:
         self.accounts.add("infrastructure_failures")
-        retried = self._admission.retry(member)
+        again = self._admission.retry(member)
         self._log.append(
             AttemptEnded(
                 rollout_id=member.rollout_id,
                 failure=rollout.failure,
                 failure_text=rollout.failure_text,
-                retried=retried,
+                retried=again is not None,
             )
         )
         share = self.accounts.failure_share(retries=self._config.max_retries > 0)
@@ -260,9 +260,9 @@ class Intake:
                 f"{self._config.max_failure_share:.0%}). Repair the cause, then `sao resume`. The last failure: "
                 f"{rollout.failure_text}"
             )
-        if retried:
+        if again is not None:
             self.accounts.add("retried")
-            self._record_admission(self._admission.pending[0])
+            self._record_admission(again)
         else:
             self._lose_group(member, NO_TRIES_LEFT)
 

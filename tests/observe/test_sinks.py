@@ -1,7 +1,6 @@
 """Rows arrive at every sink, and a sink that is not installed says so."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,20 +10,10 @@ import numpy as np
 import pytest
 
 from sao.observe.metrics import mean, merge, total
-from sao.observe.sinks import JsonlSink, TensorBoardSink, WandbSink
+from sao.observe.sinks import TensorBoardSink, WandbSink
 
 ROW = {"step": 3, "version": 3, "stage": "train", "actor/loss": np.float32(0.5), "actor/entropy": float("nan")}
 EVAL = {"step": 3, "version": 3, "stage": "eval", "eval/chain/mean": 0.25}
-
-
-def test_rows_as_lines_of_json(tmp_path: Path) -> None:
-    """Would catch a row that other tools cannot parse."""
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
-    sink.write(ROW)
-    sink.close()
-    sink.close()
-    expected = {"step": 3, "version": 3, "stage": "train", "actor/loss": 0.5, "actor/entropy": None}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == expected
 
 
 def test_rows_in_tensorboard(tmp_path: Path) -> None:

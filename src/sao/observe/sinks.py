@@ -1,11 +1,11 @@
-"""Where metrics go besides the eye: the run folder always, TensorBoard and W&B where they are asked for."""
+"""Where metrics go besides the run folder: TensorBoard and W&B, where they are asked for."""
 
 import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from sao.store.files import JsonLinesWriter, finite
+from sao.store.files import finite
 
 
 class MetricsSink(Protocol):
@@ -18,21 +18,6 @@ class MetricsSink(Protocol):
     def close(self) -> None:
         """Deliver what waits. Safe to call twice."""
         ...
-
-
-class JsonlSink:
-    """One JSON object a line; NaN and infinities as null."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesWriter(path)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append the row, visible at once. Raises OSError when the disk is full."""
-        self._lines.write(row)
-
-    def close(self) -> None:
-        """Sync and close."""
-        self._lines.close()
 
 
 class TensorBoardSink:

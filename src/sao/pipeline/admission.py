@@ -9,7 +9,7 @@ Pure bookkeeping without waiting. A member (one rollout of one group; a single r
 and holds a place from `admit` to `release`, or until its group is dropped.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -51,7 +51,7 @@ class _Group:
 
 
 class Admission:
-    """Who is in the system. All collections keep the order of events."""
+    """Who is in the system. All collections keep the order of events; no operation is slower for what others hold."""
 
     def __init__(self, *, batch_size: int, group_size: int, max_batches_ahead: int, max_retries: int) -> None:
         if batch_size % group_size:
@@ -62,10 +62,10 @@ class Admission:
         self.group_size = group_size
         self.capacity = (max_batches_ahead + 1) * batch_size
         self.max_retries = max_retries
-        self.pending: deque[Member] = deque()
+        self.pending: OrderedDict[str, Member] = OrderedDict()
         self.running: dict[str, Member] = {}
         self._groups: dict[str, _Group] = {}
-        self._ready: deque[str] = deque()
+        self._ready: OrderedDict[str, None] = OrderedDict()
         self._taken: set[str] = set()
 
     @property
@@ -94,7 +94,7 @@ class Admission:
         group_id = members[0].group_id
         assert group_id not in self._groups, f"group {group_id} is admitted already"
         self._groups[group_id] = _Group([member.key for member in members])
-        self.pending.extend(members)
+        self.pending.update((member.key, member) for member in members)
 
     def restore(self, pending: Iterable[Member], finished: Iterable[Rollout]) -> list[str]:
         """Take back what a stopped run had admitted: members to play again, and rollouts not yet consumed.
@@ -112,7 +112,7 @@ class Admission:
             if group_id in whole:
                 # Keys of a group differ by their index, so the shorter is the smaller: 2 before 10.
                 self._groups[group_id] = _Group(sorted(keys[group_id], key=lambda key: (len(key), key)))
-        self.pending.extend(member for member in pending if member.group_id in whole)
+        self.pending.update((member.key, member) for member in pending if member.group_id in whole)
         for rollout in finished:
             if rollout.group_id in whole:
                 self._finish(rollout)
@@ -121,7 +121,7 @@ class Admission:
 
     def start(self) -> Member:
         """Move the first pending member to running."""
-        member = self.pending.popleft()
+        _, member = self.pending.popitem(last=False)
         self.running[member.key] = member
         return member
 
@@ -134,28 +134,27 @@ class Admission:
         group = self._groups[rollout.group_id]
         group.finished[rollout.task_id] = rollout
         if len(group.finished) == len(group.members):
-            self._ready.append(rollout.group_id)
+            self._ready[rollout.group_id] = None
 
-    def retry(self, member: Member) -> bool:
-        """A member failed through no fault of the policy: queue it again, first in line, if a try is left."""
+    def retry(self, member: Member) -> Member | None:
+        """A member failed through no fault of the policy: queue its next attempt, first in line, if a try is left."""
         if member.failures >= self.max_retries or member.key not in self.running:
-            return False
+            return None
         del self.running[member.key]
-        self.pending.appendleft(replace(member, attempt=member.attempt + 1, failures=member.failures + 1))
-        return True
+        again = replace(member, attempt=member.attempt + 1, failures=member.failures + 1)
+        self.pending[member.key] = again
+        self.pending.move_to_end(member.key, last=False)
+        return again
 
     def lose(self, group_id: str) -> tuple[list[Member], list[Rollout]]:
         """Drop a whole group and free its places; returns its unfinished members, to cancel, and finished rollouts."""
         group = self._groups.pop(group_id, None)
         if group is None:
             return [], []
-        unfinished = [member for member in (*self.pending, *self.running.values()) if member.group_id == group_id]
-        self.pending = deque(member for member in self.pending if member.group_id != group_id)
-        for member in unfinished:
-            self.running.pop(member.key, None)
-        if group_id in self._ready:
-            self._ready.remove(group_id)
-        return unfinished, list(group.finished.values())
+        waiting = [self.pending.pop(key) for key in group.members if key in self.pending]
+        playing = [self.running.pop(key) for key in group.members if key in self.running]
+        self._ready.pop(group_id, None)
+        return waiting + playing, list(group.finished.values())
 
     def drop_ready(self, unwanted: Callable[[Rollout], bool]) -> list[Rollout]:
         """Drop ready groups with an unwanted member and free their places; returns their rollouts."""
@@ -175,7 +174,7 @@ class Admission:
             return ()
         rollouts: list[Rollout] = []
         for _ in range(min(wanted, len(self._ready))):
-            group_id = self._ready.popleft()
+            group_id, _ = self._ready.popitem(last=False)
             group = self._groups[group_id]
             rollouts += [group.finished[key] for key in group.members]
             self._taken.add(group_id)

@@ -99,7 +99,11 @@ def test_a_batch_that_admission_can_never_fill(tmp_path: Path) -> None:
     """Catches a run that trains on one partial batch and ends, or waits for ever."""
     lines = [json.dumps({"question": f"{number}?", "answer": "2"}) for number in range(4)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
-    source = ("tasks.source=file", f"tasks.path={tmp_path / 'tasks.jsonl'}", "tasks.cycle=false", "evaluation.tasks=2")
+    (tmp_path / "held_out.jsonl").write_text(lines[0])
+    source = (
+        "tasks.source=file", f"tasks.path={tmp_path / 'tasks.jsonl'}", "tasks.cycle=false", "evaluation.tasks=1",
+        f'evaluation_tasks=[{{source="file", path="{tmp_path / "held_out.jsonl"}"}}]',
+    )  # fmt: skip
     said = refused_everywhere(tmp_path, small_toml(tmp_path, *source))
     assert "ends before its first full batch of 6 prompts" in said
     assert "lower loop.batch_size" in said

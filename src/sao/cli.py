@@ -10,9 +10,10 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,7 +31,7 @@ from sao.observe.report import write_report
 from sao.preflight import preflight
 from sao.progress import ConsoleReporter
 from sao.rollout.process import WorkerStartError
-from sao.rollout.teacher import TeacherConfig, TeacherError
+from sao.rollout.teacher import TeacherError
 from sao.single import (
     Policy,
     collect,
@@ -206,21 +207,27 @@ def rollout(
     what: Annotated[Path, typer.Argument(help="Run folder, or TOML configuration.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder to create: log/ and traces.jsonl.")],
     count: Annotated[int, typer.Option(help="Tasks to play.", min=1)] = 100,
-    only_right: Annotated[bool, typer.Option(help="Keep only traces that were graded right.")] = False,
+    only_right: Annotated[
+        bool | None,
+        typer.Option(help="Keep only traces that were graded right; by default a teacher's (teacher.only_right)."),
+    ] = None,
     override: Set = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of the run; the newest by default.")] = None,
     teacher: Annotated[str, typer.Option(help="Address of an OpenAI-compatible teacher, such as .../v1.")] = "",
-    teacher_model: Annotated[str, typer.Option(help="Name of the teacher's model.")] = "",
+    teacher_model: Annotated[str, typer.Option(help="Name of the teacher's model; with an address.")] = "",
 ) -> None:
     """Collect rollouts of a policy (for value pretraining) and traces (for sft), or traces of a teacher."""
     with tempfile.TemporaryDirectory() as scratch, ConsoleReporter(0) as reporter:
-        if teacher:
-            settings = TeacherConfig(base_url=teacher, model=teacher_model, only_right=only_right)
-            config = _config_of(what, override)
+        config = _config_of(what, override)
+        said: dict[str, Any] = {"base_url": teacher, "model": teacher_model, "only_right": only_right}
+        settings = replace(config.teacher, **{key: value for key, value in said.items() if value not in ("", None)})
+        if settings.base_url:
             kept = collect_from_teacher(config, settings, out, count=count, progress=reporter.progress).kept
         else:
             policy = _policy(what, override, checkpoint, Path(scratch))
-            kept = collect(policy, Path(scratch), out, count=count, only_right=only_right, progress=reporter.progress)
+            kept = collect(
+                policy, Path(scratch), out, count=count, only_right=bool(only_right), progress=reporter.progress
+            )
     typer.echo(f"{kept} traces in {out / 'traces.jsonl'}")
 
 

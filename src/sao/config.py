@@ -30,6 +30,7 @@ from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
+from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
 from sao.training.core import TrainerConfig
 from sao.training.inline import TrainerCost
@@ -145,6 +146,8 @@ class RunConfig:
     """What sampling costs in virtual time."""
     trainer_cost: TrainerCost = field(default_factory=TrainerCost)
     """What training costs in virtual time."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """A model behind an endpoint that `sao rollout` asks instead of the policy."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 

@@ -5,17 +5,18 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from sao.build import make_renderer, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
 from sao.config import RunConfig
 from sao.envs.protocol import WorldError
 from sao.envs.sandbox import sandbox_problem
-from sao.envs.select import make_expert, make_source, make_world
+from sao.envs.select import make_expert, make_source, make_world, trained_on
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
 from sao.models.load import build_config
@@ -26,6 +27,11 @@ from sao.types import Task
 
 LOOKED_AT = 20
 """Tasks whose prompts are measured."""
+
+BYTES_PER_PARAMETER = 3 * 24 + 4 * 4
+"""Three checkpoints (two kept, one being written) of actor and critic with AdamW's moments, and four snapshots."""
+LOG_BYTES = 500_000_000
+"""For a log of a few million tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,7 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
             needed = [*(tasks if check in (_batches, _lengths) else ()), *(tokenizer if check is _lengths else ())]
             if _good(needed):
                 findings += _run(check, config, Path(scratch))
-        findings.append(_disk(folder))
+        findings += _run(partial(_disk, folder=folder), config, Path(scratch))
     return findings
 
 
@@ -85,19 +91,9 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
             yield Finding(good=True, text=f"model: {file}")
         return
     vocabulary = _renderer(config, scratch).vocab_size
-    if config.model.path:
-        try:
-            hub_config = AutoConfig.from_pretrained(config.model.path)
-        except (OSError, ValueError) as error:
-            yield Finding(good=False, text=f"model.path {config.model.path!r} holds no model: {error}")
-            return
-    else:
-        hub_config = build_config(config.model, vocabulary)
-    with torch.device("meta"):
-        backbone = AutoModel.from_config(hub_config)
-    parameters = sum(parameter.numel() for parameter in backbone.parameters())
-    text = hub_config.get_text_config()
-    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {parameters:,} parameters")
+    backbone = _backbone(config, vocabulary)
+    text = backbone.config.get_text_config()
+    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {_parameters(backbone):,} parameters")
     yield Finding(
         good=text.vocab_size >= vocabulary,
         text=f"vocabulary: the model has {text.vocab_size} tokens, the tokenizer {vocabulary}",
@@ -113,6 +109,22 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         yield Finding(good=True, text=f"critic: attention is frozen, {critic.frozen_share:.0%} of its parameters")
 
 
+def _backbone(config: RunConfig, vocabulary: int) -> PreTrainedModel:
+    """The model without weights and without its head."""
+    hub_config = build_config(config.model, vocabulary)
+    if config.model.path:
+        try:
+            hub_config = AutoConfig.from_pretrained(config.model.path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.path {config.model.path!r} holds no model: {error}") from error
+    with torch.device("meta"):
+        return AutoModel.from_config(hub_config)
+
+
+def _parameters(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _tasks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     source = make_source(config.tasks, "train", seed=config.seed)
     first = source.at(0)
@@ -123,15 +135,15 @@ def _tasks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
 
 
 def _evaluation(config: RunConfig, scratch: Path) -> Iterator[Finding]:
-    trained = make_source(config.tasks, "train", seed=config.seed).name
     for tasks in config.evaluation_tasks or (config.tasks,):
         held_out = make_source(tasks, "evaluation", seed=config.seed)
         if held_out.at(0) is None:
             yield Finding(good=False, text=f"evaluation: the task source {held_out.name} has no task")
-        elif held_out.name == trained:
+        elif trained_on(tasks, config.tasks):
             yield Finding(
                 good=False,
-                text=f"evaluation: {held_out.name} is what is trained on; set evaluation_tasks.split, or other tasks",
+                text=f"evaluation: {held_out.name} is what is trained on; set tasks.held_out_share = 0.1, "
+                "evaluation_tasks.split, or evaluation_tasks.path to other tasks",
             )
     settings = config.evaluation
     counts = {
@@ -179,20 +191,23 @@ def _batches(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         )
         return
     places = (loop.max_batches_ahead + 1) * loop.batch_size
-    yield Finding(
-        good=True,
-        text=f"loop: batches of {loop.batch_size}, {min(loop.concurrency, places)} rollouts at once, {places} places",
-    )
+    at_once, sessions = min(loop.concurrency, places), config.engine.max_sessions
+    text = f"loop: batches of {loop.batch_size}, {at_once} rollouts at once, {places} places"
+    if at_once > sessions:
+        text += f"; engine.max_sessions {sessions} is less, so some wait for a place in the cache"
+    yield Finding(good=True, text=text)
 
 
 def _lengths(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     renderer = _renderer(config, scratch)
     source = make_source(config.tasks, "train", seed=config.seed)
     lengths = [_prompt_length(config, renderer, task) for task in map(source.at, range(LOOKED_AT)) if task is not None]
-    room = min(config.rollout.max_tokens, config.engine.max_context)
+    limits = {"rollout.max_tokens": config.rollout.max_tokens, "engine.max_context": config.engine.max_context}
+    room = min(limits.values())
     yield Finding(
         good=max(lengths) < room,
-        text=f"prompts: up to {max(lengths)} tokens in the first {len(lengths)} tasks, of {room} for a rollout",
+        text=f"prompts: up to {max(lengths)} tokens in the first {len(lengths)} tasks, of {room} for a rollout "
+        f"({min(limits, key=lambda name: limits[name])})",
     )
 
 
@@ -209,14 +224,19 @@ def _prompt_length(config: RunConfig, renderer: ChatRenderer, task: Task) -> int
     return run_virtual(opening())
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
     place = folder.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    return Finding(
-        good=free > 1e9, text=f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints and the log need at least 1"
-    )
+    if config.model.gguf_file:
+        weights = (Path(config.model.path) / config.model.gguf_file).stat().st_size  # half a byte each, or more
+        parameters = 2 * weights
+    else:
+        parameters = _parameters(_backbone(config, _renderer(config, scratch).vocab_size))
+    needed = parameters * BYTES_PER_PARAMETER + LOG_BYTES
+    text = f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints, snapshots and the log need about"
+    yield Finding(good=free > needed, text=f"{text} {needed / 1e9:.1f}")
 
 
 def _sinks(config: RunConfig, scratch: Path) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from sao.envs.demonstrations import FLAWLESS, ReplayExpert, demonstrate, play
 from sao.envs.math_python import MathPythonEnvironment
 from sao.envs.protocol import Environment, TaskSource, WorldError
 from sao.envs.sandbox import SandboxConfig
-from sao.envs.select import EnvironmentConfig, TasksConfig, Use, make_expert, make_source, make_world
+from sao.envs.select import EnvironmentConfig, TasksConfig, Use, make_expert, make_source, make_world, trained_on
 from sao.envs.toy import GuessConfig, GuessEnvironment
 from sao.types import Message, Task
 
@@ -201,3 +201,22 @@ def test_sources_without_an_expert(data: Path, source: str) -> None:
     """Would catch fine-tuning on nothing, or on the script of another source."""
     with pytest.raises(ValueError, match=rf'no scripted expert for tasks.source = "{source}".*sft.traces'):
         make_expert(configured(source, data), FLAWLESS, seed=0)
+
+
+def test_a_file_is_split_and_the_parts_share_no_task(tmp_path: Path) -> None:
+    """Catches an evaluation on what was trained on that is called held out."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"{number}?", "answer": number}) for number in range(200)))
+    config = TasksConfig(source="file", path=str(path), held_out_share=0.25, cycle=False)
+    uses: tuple[Use, ...] = ("train", "sft", "evaluation")
+    parts = {use: set(answers(make_source(config, use, seed=0), 200)) for use in uses}
+    assert parts["train"] == parts["sft"]
+    assert parts["train"].isdisjoint(parts["evaluation"])
+    assert len(parts["train"] | parts["evaluation"]) == 200
+    assert 30 < len(parts["evaluation"]) < 70
+    assert not trained_on(config, config)
+    assert trained_on(replace(config, held_out_share=0.0), config), "the whole file has the trained part too"
+    assert trained_on(replace(config, split="train"), config)
+    whole = TasksConfig(source="file", path=str(path))
+    assert trained_on(whole, whole)
+    assert not trained_on(replace(whole, path="other.jsonl"), whole)

@@ -12,6 +12,7 @@ from sao.clock import Clock
 from sao.envs.chain import ChainConfig, ChainTasks
 from sao.envs.demonstrations import ChainExpert, NoiseConfig, ScriptedPolicy, gsm8k_expert
 from sao.envs.grader import GraderConfig, MathGrader
+from sao.envs.keyed import uniform
 from sao.envs.math_python import MathPythonConfig, MathPythonEnvironment
 from sao.envs.protocol import CodeTool, Environment, EnvironmentFactory, Grader, TaskSource
 from sao.envs.restricted import RestrictedTool
@@ -21,6 +22,9 @@ from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.types import Task
 
 Use = Literal["train", "sft", "evaluation"]
+
+UNSPLIT = ("file", "imo_answerbench")
+"""Sources without splits of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,9 @@ class TasksConfig:
     """Folder of gsm8k or imo_answerbench, or the JSONL file."""
     split: Literal["auto", "train", "sft", "evaluation"] = "auto"
     """Part of the source; auto takes what the use needs: train for training, evaluation (held out) for evaluation."""
+    held_out_share: float = 0.0
+    """Share of file and imo_answerbench, drawn by task id, that evaluation gets and training does not; 0 gives both
+    everything. The other sources have splits of their own."""
     limit: int = 0
     """Number of tasks to use; 0 for all (or endless)."""
     cycle: bool = True
@@ -45,6 +52,10 @@ class TasksConfig:
     def __post_init__(self) -> None:
         if self.limit < 0:
             raise ValueError(f"tasks.limit is {self.limit}; use 0 for all")
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"tasks.held_out_share is {self.held_out_share}; it must be at least 0 and below 1")
+        if self.held_out_share and self.source not in UNSPLIT:
+            raise ValueError(f'tasks.held_out_share is for {" and ".join(UNSPLIT)}; "{self.source}" has splits')
         if self.source in ("file", "gsm8k", "imo_answerbench") and not self.path:
             raise ValueError(f'tasks.source = "{self.source}" needs tasks.path')
 
@@ -116,7 +127,7 @@ def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
 
     Raises ValueError for bad files.
     """
-    split: Use = use if config.split == "auto" else config.split
+    split = _split(config, use)
     match config.source:
         case "chain" | "guess":
             endless = (
@@ -130,14 +141,38 @@ def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
         case "gsm8k":
             tasks = gsm8k_tasks(Path(config.path), "test" if split == "evaluation" else "train")
         case "imo_answerbench":
-            tasks = imo_answerbench_tasks(Path(config.path))
+            tasks = _part(imo_answerbench_tasks(Path(config.path)), config, split)
         case "file":
-            tasks = read_tasks(Path(config.path))
+            tasks = _part(read_tasks(Path(config.path)), config, split)
     training = use != "evaluation"
     name = f"{config.source}-{split}"
     return ListSource(
         tasks[: config.limit or None], name=name, seed=seed, shuffle=training, cycle=training and config.cycle
     )
+
+
+def _part(tasks: list[Task], config: TasksConfig, split: Use) -> list[Task]:
+    """The held-out part for evaluation, the rest for all else; everything where nothing is held out."""
+    if not config.held_out_share:
+        return tasks
+    held_out = split == "evaluation"
+    return [task for task in tasks if (uniform("held out", task.id) < config.held_out_share) == held_out]
+
+
+def trained_on(evaluated: TasksConfig, trained: TasksConfig) -> bool:
+    """Whether what is evaluated may be what is trained on."""
+    if evaluated.source != trained.source or Path(evaluated.path) != Path(trained.path):
+        return False
+    if evaluated.held_out_share != trained.held_out_share:
+        return True
+    if trained.source in UNSPLIT and not trained.held_out_share:
+        return True
+    splits = {_split(evaluated, "evaluation"), _split(trained, "train")}
+    return len(splits) == 1 or (trained.source == "gsm8k" and "evaluation" not in splits)
+
+
+def _split(config: TasksConfig, use: Use) -> Use:
+    return use if config.split == "auto" else config.split
 
 
 def make_expert(config: TasksConfig, noise: NoiseConfig, *, seed: int) -> Callable[[Task], ScriptedPolicy]:

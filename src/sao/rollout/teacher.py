@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import httpx
 
 from sao.clock import Clock
+from sao.envs.math_python import INSTRUCTIONS
 from sao.envs.protocol import EnvironmentFactory, WorldError
 from sao.envs.traces import Trace, read_traces, shorten
 from sao.types import Message, Task
@@ -35,14 +36,15 @@ class UnansweredError(RuntimeError):
 class TeacherConfig:
     """Where the teacher is, and how it is asked."""
 
-    base_url: str
-    """Address up to and including the version: "http://127.0.0.1:8000/v1"."""
-    model: str
+    base_url: str = ""
+    """Address up to and including the version: "http://127.0.0.1:8000/v1"; empty for no teacher."""
+    model: str = ""
     """Name under which the endpoint knows the model."""
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, so that no key is ever written into a run folder. Unset: no key."""
-    system_prompt: str = ""
-    """Shown to the teacher before each episode, and left out of the traces: what the student learns by example."""
+    system_prompt: str = INSTRUCTIONS
+    """Shown to the teacher before each episode, and left out of the traces: what the student learns by example. The
+    default tells of math_python's tool; empty for a teacher that knows the format."""
     tool_role: str = "user"
     """Role under which tool output is sent; most endpoints take "tool" only after a call in their own format."""
     cut_after: tuple[str, ...] = ("</python>", "</answer>")
@@ -69,9 +71,9 @@ class TeacherConfig:
     """Episodes that fail one after the other before the collection gives up."""
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"teacher.base_url is {self.base_url!r}; it must begin with http:// or https://")
-        if not self.model:
+        if self.base_url and not self.model:
             raise ValueError("teacher.model is empty; name the model as the endpoint knows it")
         for name in ("max_tokens", "max_turns", "attempts", "concurrency", "timeout_s", "max_failures_in_a_row"):
             if not getattr(self, name) > 0:

@@ -28,12 +28,13 @@ from sao.build import make_engine, make_renderer, make_trainer, prepare_model, p
 from sao.clock import RealClock
 from sao.config import RunConfig, from_tree
 from sao.envs.protocol import Step
-from sao.loop import Commit, Parts, Start
+from sao.loop import Parts, Start
 from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
 from sao.rollout.worker import LocalWorker
 from sao.store.log import RolloutLogWriter
+from sao.store.run_folder import Manifest
 from sao.types import Message, Task
 
 WARM_UP = 5
@@ -81,7 +82,7 @@ async def ours(config: RunConfig, model: Path, tokenizer: Path, folder: Path) ->
     ends: list[float] = []
     tokens: list[float] = []
 
-    async def commit(record: Commit) -> None:
+    async def commit(manifest: Manifest) -> None:
         pass
 
     def emit(step: int, version: int, stage: str, metrics: Metrics) -> None:

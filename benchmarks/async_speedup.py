@@ -36,12 +36,13 @@ from sao.config import RunConfig, from_tree
 from sao.engines.protocol import Engine
 from sao.envs.keyed import uniform
 from sao.envs.protocol import Step
-from sao.loop import Commit, LoopConfig, Parts, Start
+from sao.loop import LoopConfig, Parts, Start
 from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
 from sao.rollout.worker import LocalWorker
 from sao.store.log import RolloutLogWriter
+from sao.store.run_folder import Manifest
 from sao.training.protocol import Trainer
 from sao.types import Message, Task
 
@@ -116,8 +117,8 @@ class Bench:
         log = RolloutLogWriter(log_folder)
         renderer = make_renderer(self.config, self.tokenizer)
 
-        async def commit(record: Commit) -> None:
-            self.version = record.version
+        async def commit(manifest: Manifest) -> None:
+            self.version = manifest.version
 
         def emit(step: int, version: int, stage: str, metrics: Metrics) -> None:
             self.rows.append({key: metric.value for key, metric in metrics.items()})

@@ -33,13 +33,14 @@ from sao.engines.scripted import Script, ScriptedEngine
 from sao.envs.keyed import uniform
 from sao.envs.tokenizer import save_tokenizer
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
-from sao.loop import Commit, LoopConfig, Parts, Start
+from sao.loop import LoopConfig, Parts, Start
 from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import CriticBaseline
 from sao.rollout.renderer import ChatRenderer, load_renderer
 from sao.rollout.worker import LocalWorker, RolloutConfig
 from sao.store.log import RolloutLogWriter
+from sao.store.run_folder import Manifest
 from sao.training.scripted import ScriptedTrainer
 
 TICK_S = 0.01
@@ -93,7 +94,7 @@ async def run(rollouts: int, seconds: float, folder: Path) -> tuple[list[float],
     )
     running: list[float] = []
 
-    async def commit(record: Commit) -> None:
+    async def commit(manifest: Manifest) -> None:
         pass
 
     def emit(step: int, version: int, stage: str, metrics: Metrics) -> None:

@@ -21,14 +21,14 @@ from sao.engines.scripted import ScriptedEngine
 from sao.envs.protocol import Step
 from sao.envs.tokenizer import save_tokenizer
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
-from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
+from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import CriticBaseline
 from sao.rollout.worker import LocalWorker, RolloutConfig
 from sao.stages import run_stages
 from sao.store.log import read
 from sao.store.records import AttemptEnded, Dropped
-from sao.store.run_folder import RunFolder
+from sao.store.run_folder import Manifest, RunFolder
 from sao.training.scripted import ScriptedTrainer
 from sao.types import Message, Task
 
@@ -287,7 +287,7 @@ async def unruly_run(tokenizer: Path, every: int, log: ListLog) -> tuple[Outcome
     trainer = ScriptedTrainer(clock=clock, actor_seconds=1.0)
     worker = LocalWorker(lambda: Unruly(every), engine, renderer, clock, RolloutConfig(max_turns=2))
 
-    async def commit(record: Commit) -> None:
+    async def commit(manifest: Manifest) -> None:
         pass
 
     parts = Parts(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Result, sao, small_toml
+from command import Result, refused, sao, small_toml
 from test_runs import check_history
 
 from sao.config import RunConfig, resolve, to_markdown
@@ -82,7 +82,7 @@ def test_a_run_in_stages(staged: Path) -> None:
 
 
 def test_sft_alone(tmp_path: Path, collected: Path) -> None:
-    """Catches `sao sft` that goes on to training, or that leaves nothing to go on from."""
+    """Catches `sao sft` that goes on to training or cannot be gone on from, and a resume with useless settings."""
     config = small_toml(tmp_path, "sft_threads=1")
     text = config.read_text().replace("sft = []\n", "")
     config.write_text(f'{text}\n[[sft]]\ntraces = "{collected}/traces.jsonl"\n[sft.fit]\nsteps = 2\n')
@@ -90,6 +90,13 @@ def test_sft_alone(tmp_path: Path, collected: Path) -> None:
     assert f"stopped after sft; go on with: sao resume {tmp_path / 'run'}" in result.out
     assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").is_file()
     assert RunFolder.open(tmp_path / "run").latest_checkpoint() is None
+    saved = (tmp_path / "run" / "config.toml").read_bytes()
+    said = refused("resume", tmp_path / "run", "--set", "model.hidden_size=64")
+    assert "model is settled" in said
+    assert "Start a new run" in said
+    said = refused("resume", tmp_path / "run", "--set", "tasks.source=file", "--set", "tasks.path=nowhere.jsonl")
+    assert "nowhere.jsonl" in said
+    assert (tmp_path / "run" / "config.toml").read_bytes() == saved, "a change that was refused was kept"
 
 
 def test_check(tmp_path: Path) -> None:

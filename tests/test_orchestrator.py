@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.engines.protocol import EngineHealth
-from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
+from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import Baseline, CriticBaseline, RunningMeanBaseline
 from sao.rollout.worker import rollout_id
 from sao.store.records import Admitted, AttemptEnded, Dropped, Finished, Published, Record, Trained
+from sao.store.run_folder import Manifest
 from sao.training.scripted import ScriptedTrainer
 from sao.types import FailureKind, Rollout, Sequence, Snapshot, StopReason, Task, Timings
 
@@ -134,7 +135,7 @@ class Setting:
     worker: TimedWorker
     trainer: ScriptedTrainer
     rows: list[tuple[int, int, str, dict]]
-    commits: list[Commit]
+    commits: list[Manifest]
     outcome: Outcome | None = None
 
 
@@ -161,8 +162,8 @@ async def run_loop(
     )
     setting = Setting(ListLog(), worker(engine, fail, empty), trainer, [], [])
 
-    async def commit(record: Commit) -> None:
-        setting.commits.append(record)
+    async def commit(manifest: Manifest) -> None:
+        setting.commits.append(manifest)
 
     async def evaluate(snapshot: Snapshot, step: int) -> Metrics:
         assert evaluations is not None
@@ -337,14 +338,14 @@ def test_waiting_for_stragglers_keeps_ages_within_the_bound():
 def test_stopping_finishes_the_step_and_commits():
     """Catches Ctrl-C that loses the step under way."""
 
-    async def interrupted() -> tuple[Outcome, list[Commit]]:
+    async def interrupted() -> tuple[Outcome, list[Manifest]]:
         clock = VirtualClock()
         engine = TimedEngine()
         trainer = ScriptedTrainer(clock=clock, actor_seconds=1.0)
-        commits: list[Commit] = []
+        commits: list[Manifest] = []
 
-        async def commit(record: Commit) -> None:
-            commits.append(record)
+        async def commit(manifest: Manifest) -> None:
+            commits.append(manifest)
 
         parts = Parts(
             clock=clock, source=FiniteSource(), worker=TimedWorker(engine), engine=engine,  # type: ignore[arg-type]

@@ -81,11 +81,13 @@ class Run:
             writer.append(record)
         writer.close()
 
-    def commit(self, step: int, version: int, *consumed: str, **counters: int) -> Checkpoint:
+    def commit(self, step: int, version: int, *consumed: str, cursor: int = 0, **counters: int) -> Checkpoint:
         draft = self.folder.begin_checkpoint(step)
         (draft / "trainer").mkdir()
         (draft / "trainer" / "weights").write_bytes(b"w")
-        manifest = Manifest(step=step, version=version, consumed=consumed, baseline={"x": 1}, counters=counters)
+        manifest = Manifest(
+            step=step, version=version, consumed=consumed, cursor=cursor, baseline={"x": 1}, accounts=counters
+        )
         return self.folder.commit_checkpoint(draft, manifest)
 
     def start(self, group_size: int = 1) -> Start:
@@ -311,3 +313,24 @@ def test_an_evaluation_counts_only_if_it_is_of_these_weights(run: Run) -> None:
     ):  # fmt: skip
         run.folder.write_metrics({"step": step, "version": version, "stage": stage})
         assert run.start().evaluated is expected
+
+
+def test_a_log_that_is_gone_is_no_fresh_start(run: Run) -> None:
+    """Catches a resume without its log that hands out the consumed tasks again and trains them twice."""
+    run.log(published(0, None), *(admitted(f"t{index}", index + 1) for index in range(3)))
+    run.log(finished("t0", 0), finished("t2", 1), published(1, 0), trained(1, 1, 0, "t0@0", "t2@0"))
+    run.commit(1, 1, "t0@0", "t2@0", cursor=3)
+    for segment in segments(run.folder.log):
+        segment.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"2 of the 2 rollouts that .* consumed, such as t0@0, are not in .*log"):
+        run.start()
+
+
+def test_a_damaged_last_admission_moves_the_cursor_back_no_further_than_the_checkpoint(run: Run) -> None:
+    """Catches a task that is admitted twice because the record of its first admission was damaged."""
+    run.log(published(0, None), admitted("t0", 1), finished("t0", 0), trained(1, 1, 0, "t0@0"))
+    run.log(admitted("t7", 8))
+    run.commit(1, 1, "t0@0", cursor=8)
+    (segment,) = segments(run.folder.log)[-1:]
+    segment.write_bytes(segment.read_bytes()[:-3])
+    assert (run.start().cursor, run.start().quarantined) == (8, 1)

@@ -41,7 +41,7 @@ from sao.single import (
     policy_of_run,
     save_evaluation,
 )
-from sao.stages import Last, run_stages
+from sao.stages import Last, check_settled, run_stages
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
 from sao.training.protocol import TrainerError
@@ -97,6 +97,8 @@ def resume(
         resolved = resolve(folder.config, override or ())
         chosen = read_checkpoint(checkpoint) if checkpoint is not None else None
         if override:
+            check_settled(resolve(folder.config), resolved, folder)
+            _refuse_problems(resolved, folder.path)
             folder.write_event("resumed with " + " ".join(override))
             folder.write_config(to_toml(resolved))
         _go(resolved, folder, last="train", checkpoint=chosen)
@@ -136,13 +138,17 @@ def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, l
     if last == "value_pretraining" and resolved.value_pretraining is None:
         raise ValueError(f"{config} has no [value_pretraining] section, so there is nothing to fit; add one")
     path = folder or Path("runs") / f"{resolved.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    problems = [finding.text for finding in preflight(resolved, path) if not finding.good]
-    if problems:
-        raise ValueError("\n".join(problems))
+    _refuse_problems(resolved, path)
     with RunFolder.create(path) as run:
         run.write_config(to_toml(resolved))
         run.write_environment(describe_machine(resolved, sys.argv))
         _go(resolved, run, last=last, checkpoint=None)
+
+
+def _refuse_problems(config: RunConfig, folder: Path) -> None:
+    problems = [finding.text for finding in preflight(config, folder) if not finding.good]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpoint | None) -> None:

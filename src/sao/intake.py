@@ -70,6 +70,11 @@ class Intake:
         return self._admission.waiting
 
     @property
+    def cursor(self) -> int:
+        """Tasks taken from the source."""
+        return self._cursor
+
+    @property
     def drained(self) -> bool:
         """Whether nothing more will become ready: the source has ended and nothing is under way."""
         return self._exhausted and self._admission.empty and self._ended.empty()

@@ -12,6 +12,7 @@ from sao.pipeline.admission import Member
 from sao.pipeline.baselines import Baseline
 from sao.rollout.protocol import RolloutWorker
 from sao.store.records import Record
+from sao.store.run_folder import Manifest
 from sao.training.protocol import Trainer
 from sao.types import Rollout, Snapshot
 
@@ -102,19 +103,10 @@ class Start:
     """State of the baseline."""
     accounts: dict[str, int] = field(default_factory=dict)
     """Counts so far."""
+    quarantined: int = 0
+    """Records of the log that were lost to damage."""
     evaluated: bool = False
     """Whether these weights have had their evaluation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """What a checkpoint's manifest says besides the trainer's files."""
-
-    step: int
-    version: int
-    consumed: tuple[str, ...]
-    baseline: dict[str, object]
-    accounts: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +143,7 @@ class Parts:
     trainer: Trainer
     baseline: Baseline
     log: Log
-    commit: Callable[[Commit], Awaitable[None]]
+    commit: Callable[[Manifest], Awaitable[None]]
     """Save the trainer and rename the checkpoint into place."""
     evaluate: Callable[[Snapshot, int], Awaitable[Metrics]] | None
     """Evaluate pinned weights after a step; None: no evaluation during training."""

@@ -26,10 +26,11 @@ from typing import Any
 
 from sao.clock import Signal, WaitTimeoutError, limit
 from sao.intake import Intake
-from sao.loop import Commit, LoopConfig, LoopError, Outcome, Parts, Start
+from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
 from sao.pipeline.accounts import age_metrics, rollout_metrics, token_ages
 from sao.store.records import Published, TokenRecord, Trained
+from sao.store.run_folder import Manifest
 from sao.store.versions import VersionTree
 from sao.training.protocol import StepReport
 from sao.types import Batch, Rollout, Snapshot
@@ -291,15 +292,16 @@ class Orchestrator:
     async def _commit(self) -> None:
         """The one commit point: after it, what was trained is never trained again."""
         await self._parts.log.durable()
-        commit = Commit(
+        manifest = Manifest(
             step=self._step,
             version=self._version,
             consumed=tuple(self._consumed),
+            cursor=self._intake.cursor,
             baseline=self._parts.baseline.state(),
             accounts=self._intake.accounts.counts(),
         )
         async with self._limit(self._config.trainer_timeout_s, f"the checkpoint of step {self._step}"):
-            await self._parts.commit(commit)
+            await self._parts.commit(manifest)
 
     @asynccontextmanager
     async def _limit(self, seconds: float, waiting_for: str) -> AsyncGenerator[None]:

@@ -16,21 +16,35 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
     """Where the loop goes on after `checkpoint`: nothing finished is lost, nothing consumed comes again."""
     manifest = checkpoint.manifest
     state = replay(folder.log, consumed=manifest.consumed, step=manifest.step, version=manifest.version)
+    _check_whole(state, checkpoint, folder)
     pending = [_again(record, state) for record in state.interrupted]
     return Start(
         step=manifest.step,
         version=manifest.version,
         edges=_edges(state, manifest),
         highest=max(state.highest_version, manifest.version),
-        cursor=_cursor(state),
+        cursor=max(manifest.cursor, _cursor(state)),
         position=state.next_position,
         pending=(*pending, *_never_admitted(state, pending, group_size)),
         finished=state.waiting,
         consumed=manifest.consumed,
         baseline=dict(manifest.baseline),
         accounts=_accounts(state, manifest),
+        quarantined=state.quarantined,
         evaluated=_evaluated(folder, manifest),
     )
+
+
+def _check_whole(state: LogState, checkpoint: Checkpoint, folder: RunFolder) -> None:
+    """Raise ValueError if rollouts are missing from the log and no damaged record explains it."""
+    consumed = checkpoint.manifest.consumed
+    missing = [name for name in consumed if name.rpartition("@")[0] not in state.fates]
+    if len(missing) > state.quarantined:
+        raise ValueError(
+            f"{len(missing)} of the {len(consumed)} rollouts that {checkpoint.path} consumed, such as {missing[0]}, "
+            f"are not in {folder.log}: segments were deleted or emptied. Put them back; or start a new run from the "
+            f"weights, with model.path = {checkpoint.path / 'trainer' / 'actor'}"
+        )
 
 
 def _cursor(state: LogState) -> int:
@@ -58,7 +72,7 @@ def _accounts(state: LogState, manifest: Manifest) -> dict[str, int]:
     fates, reasons = state.counts, list(state.drop_reasons.values())
     failures = sum(state.infrastructure_failures.values())
     return {
-        **{name: int(count) for name, count in manifest.counters.items()},
+        **{name: int(count) for name, count in manifest.accounts.items()},
         "admitted": len(state.fates),
         "finished": state.next_position,
         "trained": fates["trained"],

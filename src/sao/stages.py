@@ -34,7 +34,7 @@ from sao.envs.demonstrations import demonstrate
 from sao.envs.select import make_expert, make_source, make_world
 from sao.envs.traces import Trace, read_traces
 from sao.evaluator import Evaluator
-from sao.loop import Commit, Outcome, Parts, Start
+from sao.loop import Outcome, Parts, Start
 from sao.models.load import load_folder, save_model
 from sao.observe.metrics import Metrics
 from sao.observe.sinks import MetricsSink
@@ -141,6 +141,27 @@ def latest_commit(folder: RunFolder) -> Checkpoint | None:
     return checkpoint
 
 
+def check_settled(old: RunConfig, new: RunConfig, folder: RunFolder) -> None:
+    """Raise ValueError for a setting that has done its work in this run, so that changing it would change nothing."""
+    committed = folder.latest_checkpoint() is not None
+    settled = {
+        "seed": committed,
+        "clock": committed,
+        "tokenizer": True,
+        "model": True,
+        "sft": committed or (folder.path / "sft" / "model").is_dir(),
+        "value_pretraining": committed,
+    }
+    # These are read whenever the weights are.
+    alike = replace(new, model=replace(new.model, dtype=old.model.dtype, attention=old.model.attention))
+    for name in settled:
+        if settled[name] and getattr(old, name) != getattr(alike, name):
+            raise ValueError(
+                f"{name} is settled in {folder.path}: the run was prepared with {getattr(old, name)}, and "
+                f"{getattr(new, name)} would change nothing. Start a new run for it"
+            )
+
+
 def run_sft(prepared: Prepared) -> Path:
     """Fine-tune the starting policy, stage by stage; returns the folder of the result, which is kept."""
     config, target = prepared.config, prepared.folder.path / "sft" / "model"
@@ -202,6 +223,10 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             await trainer.load(str(checkpoint.path / "trainer"))
             start = start_from(checkpoint, folder, group_size=config.loop.group_size)
             folder.write_event(f"resumed at step {start.step}, version {start.version}")
+            if start.quarantined:
+                lost = f"{start.quarantined} damaged records of the log were left out"
+                folder.write_event(lost)
+                prepared.reporter.say(lost)
         snapshot = await trainer.publish_initial(start.version, dict(start.edges)[start.version])
         engine = await make_engine(config, clock, snapshot)
         stack.push_async_callback(engine.stop)
@@ -212,14 +237,14 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         log = RolloutLogWriter(folder.log, inline=clock.virtual)
         stack.callback(log.close)
 
-        async def commit(record: Commit) -> None:
-            await commit_run(folder, trainer, record, clock)
+        async def commit(manifest: Manifest) -> None:
+            await commit_run(folder, trainer, manifest, clock)
 
         if checkpoint is None:
             if config.value_pretraining is not None:
                 await pretrain_values(prepared, clock, trainer, worker)
             # The first commit: from here on a run can be resumed without repeating the stages before.
-            await commit(Commit(step=0, version=0, consumed=(), baseline={}, accounts={}))
+            await commit(Manifest(step=0, version=0, consumed=(), cursor=0))
         if last == "value_pretraining":
             return None
         evaluator = Evaluator(config, clock, prepared.tokenizer, prepared.reporter.progress)
@@ -266,18 +291,11 @@ def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], N
     return interrupt
 
 
-async def commit_run(folder: RunFolder, trainer: Trainer, record: Commit, clock: Clock) -> None:
+async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, clock: Clock) -> None:
     """Save the trainer and rename the checkpoint into place."""
-    draft = folder.begin_checkpoint(record.step)
+    draft = folder.begin_checkpoint(manifest.step)
     (draft / "trainer").mkdir()
     await trainer.save(str(draft / "trainer"))
-    manifest = Manifest(
-        step=record.step,
-        version=record.version,
-        consumed=record.consumed,
-        baseline=record.baseline,
-        counters=record.accounts,
-    )
     # Checksums and syncing of a large model take seconds, which the loop must not.
     await clock.external(lambda: folder.commit_checkpoint(draft, manifest), cost=0.0)
 

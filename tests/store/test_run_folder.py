@@ -19,7 +19,7 @@ def commit(run: RunFolder, step: int, keep: int = 2, consumed: tuple[str, ...] =
     (draft / "actor" / "model.safetensors").write_bytes(bytes([step % 256]) * 1000)
     (draft / "optimizer.safetensors").write_bytes(b"x" * step)
     manifest = Manifest(
-        step=step, version=step + 1, consumed=consumed, baseline={"mean": 0.1}, counters={"n": np.int64(3)}
+        step=step, version=step + 1, consumed=consumed, cursor=4, baseline={"mean": 0.1}, accounts={"n": np.int64(3)}
     )
     return run.commit_checkpoint(draft, manifest, keep=keep).path
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
         assert checkpoint is not None
         assert checkpoint.path == path
         assert checkpoint.manifest == Manifest(
-            step=7, version=8, consumed=("b", "a"), baseline={"mean": 0.1}, counters={"n": 3}
+            step=7, version=8, consumed=("b", "a"), cursor=4, baseline={"mean": 0.1}, accounts={"n": 3}
         )
         assert set(checkpoint.files) == {"actor/model.safetensors", "optimizer.safetensors"}
 

@@ -37,10 +37,12 @@ class Manifest:
     """Policy version of the weights in it."""
     consumed: tuple[str, ...]
     """Ids of the rollouts trained by the surviving history up to `step`, in order."""
+    cursor: int
+    """Tasks taken from the source by then."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """State of the baseline, as JSON; its numbers are finite."""
-    counters: Mapping[str, Any] = field(default_factory=dict)
-    """The loop's counters, random and scheduler state, as JSON."""
+    accounts: Mapping[str, int] = field(default_factory=dict)
+    """What became of all rollouts, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +244,9 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
                 step=content["step"],
                 version=content["version"],
                 consumed=tuple(content["consumed"]),
+                cursor=content["cursor"],
                 baseline=content["baseline"],
-                counters=content["counters"],
+                accounts=content["accounts"],
             ),
             files=content["files"],
         )

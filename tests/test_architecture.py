@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 STAGES = (
     "types", "clock", "store", "algorithm", "observe", "envs", "models", "engines", "rollout", "pipeline", "training",
     "evaluate", "loop", "intake", "orchestrator", "config", "resume", "build", "evaluator", "stages", "single",
-    "preflight", "progress", "cli",
+    "preflight", "progress", "cli", "entry",
 )  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 400, 60
 

@@ -1,6 +1,9 @@
 """Every command, once, for real, on the smallest configuration."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,19 @@ def test_a_run_folder_holds_the_configuration_that_was_used(staged: Path) -> Non
     config = resolve(RunFolder.open(staged).config)
     assert isinstance(config, RunConfig)
     assert (config.name, config.loop.steps, config.sft[0].fit.steps) == ("small", 4, 3)
+
+
+def test_an_interrupt_while_libraries_load_says_nothing() -> None:
+    """Catches a page of traceback for a Ctrl-C in the first seconds of a command."""
+    command = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-c", "from sao.entry import main; main()"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert command.stderr is not None
+    for line in command.stderr:  # -X importtime writes a line per module as it is loaded
+        if "numpy" in line:
+            break
+    command.send_signal(signal.SIGINT)
+    rest = command.stderr.read()
+    assert command.wait(60) == -signal.SIGINT
+    assert "Traceback" not in rest

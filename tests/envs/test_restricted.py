@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sao.envs.restricted import MAX_CODE, MAX_OUTPUT, RestrictedTool
@@ -42,6 +42,56 @@ def test_agrees_with_python(code: str) -> None:
     else:
         assert result.output == "error : number too large"
         assert abs(expected) > 10**500
+
+
+nasty_numbers = st.sampled_from(
+    "0 1 -1 0.0 -0.0 1e308 -1e308 1e999 (1e999-1e999) 1e-320 True (10**400) (-10**400) (10**999) (0.5) (-8) 9999 [] [1] "
+    "[1e999,10**400] x math.pi".split()
+)
+functions = st.sampled_from(
+    "abs min max round sum len int float sqrt isqrt floor ceil gcd lcm factorial comb exp log log2 log10 sin acos "
+    "math.hypot math.tan print nothing".split()
+)
+nasty = st.recursive(
+    nasty_numbers,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+ - * / // % ** ** ** < == and or @ << in".split()), inner).map(
+            lambda t: f"({t[0]} {t[1]} {t[2]})"
+        ),
+        st.tuples(st.sampled_from(["-", "+", "not ", "~"]), inner).map(lambda t: f"({t[0]}{t[1]})"),
+        st.tuples(functions, st.lists(inner, max_size=3)).map(lambda t: f"{t[0]}({', '.join(t[1])})"),
+        st.tuples(inner, inner).map(lambda t: f"[{t[0]}, {t[1]}]"),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.one_of(nasty, nasty.map(lambda e: f"x = {e}"), nasty.map(lambda e: f"x **= {e}")), max_size=4))
+@settings(max_examples=300, deadline=None)
+@example(["2**(10**400)"])
+@example(["(10**500)**(10**500)"])
+@example(["x = 10**400", "x **= x"])
+@example(["2.5**(10**400)"])
+@example(["(-1)**(10**400)"])
+def test_nothing_is_ever_raised(statements: list[str]) -> None:
+    """Would catch an expression that ends as a failure of the world: retried, and never trained as the bad action."""
+    tool = RestrictedTool()
+    for code in ("\n".join(statements), *statements):
+        result = tool.run(code)
+        assert len(result.output) <= MAX_OUTPUT
+        assert result.ok or "error : " in result.output
+
+
+@pytest.mark.parametrize("code", ["(" * 1900, "-" * 3900 + "1", "[" * 90 + "]" * 90, "\ud800", "\0", "1\f+\v1"])
+def test_text_that_no_parser_likes(code: str) -> None:
+    """Would catch what the parser raises besides SyntaxError."""
+    assert not RestrictedTool().run(code).ok
+
+
+@pytest.mark.parametrize(("code", "output"), [("2**3321", str(2**3321)), ("10**999", str(10**999)), ("2**-2", "0.25")])
+def test_large_powers_that_fit(code: str, output: str) -> None:
+    """Would catch a bound on powers that is tighter than the bound on numbers."""
+    assert RestrictedTool().run(code).output == output
 
 
 @pytest.mark.parametrize(

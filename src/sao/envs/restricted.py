@@ -77,6 +77,10 @@ class RestrictedTool:
             lines, ok = [*evaluation.printed, *([] if value is None else [_show(value)])], True
         except _RefusedError as error:
             lines, ok = [*evaluation.printed, f"error : {error}"], False
+        except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
+            # Raised, it would count as a failure of the world: retried and not trained, so that a policy could
+            # escape a bad reward by what it writes.
+            lines, ok = [*evaluation.printed, "error : wrong value"], False
         output = "\n".join(lines)
         return ToolResult(output=output[:MAX_OUTPUT], ok=ok, truncated=len(output) > MAX_OUTPUT)
 
@@ -206,7 +210,8 @@ def _binary(operation: ast.operator, left: Value, right: Value) -> Value:
 
 def _power(base: Number, exponent: Number) -> Value:
     both_integers = isinstance(base, int) and isinstance(exponent, int)
-    if both_integers and abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS:
+    # Not exponent * digits: the product with a float overflows for an exponent of 400 digits.
+    if both_integers and abs(base) > 1 and abs(exponent) > MAX_DIGITS / math.log10(abs(base)):
         raise _RefusedError("number too large")
     return _guarded(operator.pow, base, exponent)
 

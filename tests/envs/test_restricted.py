@@ -44,22 +44,23 @@ def test_agrees_with_python(code: str) -> None:
         assert abs(expected) > 10**500
 
 
-nasty_numbers = st.sampled_from(
-    "0 1 -1 0.0 -0.0 1e308 -1e308 1e999 (1e999-1e999) 1e-320 True (10**400) (-10**400) (10**999) (0.5) (-8) 9999 [] [1] "
-    "[1e999,10**400] x math.pi".split()
+NUMBERS = (
+    "0 1 -1 0.0 -0.0 1e308 -1e308 1e999 (1e999-1e999) 1e-320 True (10**400) (-10**400) (10**999) (0.5) (-8) 9999 [] "
+    "[1] [1e999,10**400] x math.pi"
 )
-functions = st.sampled_from(
+FUNCTIONS = (
     "abs min max round sum len int float sqrt isqrt floor ceil gcd lcm factorial comb exp log log2 log10 sin acos "
-    "math.hypot math.tan print nothing".split()
+    "math.hypot math.tan print nothing"
 )
+OPERATORS = "+ - * / // % ** ** ** < == and or @ << in"
 nasty = st.recursive(
-    nasty_numbers,
+    st.sampled_from(NUMBERS.split(" ")),
     lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from("+ - * / // % ** ** ** < == and or @ << in".split()), inner).map(
-            lambda t: f"({t[0]} {t[1]} {t[2]})"
-        ),
+        st.tuples(inner, st.sampled_from(OPERATORS.split(" ")), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         st.tuples(st.sampled_from(["-", "+", "not ", "~"]), inner).map(lambda t: f"({t[0]}{t[1]})"),
-        st.tuples(functions, st.lists(inner, max_size=3)).map(lambda t: f"{t[0]}({', '.join(t[1])})"),
+        st.tuples(st.sampled_from(FUNCTIONS.split(" ")), st.lists(inner, max_size=3)).map(
+            lambda t: f"{t[0]}({', '.join(t[1])})"
+        ),
         st.tuples(inner, inner).map(lambda t: f"[{t[0]}, {t[1]}]"),
     ),
     max_leaves=6,

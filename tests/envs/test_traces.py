@@ -66,7 +66,7 @@ def test_tool_calls_become_blocks(tmp_path: Path) -> None:
         ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "nothing to imitate"),
         ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3"),
-        ('{"messages": [{"role": "assistant", "content": "x"}], "reward": NaN}', '"reward" is nan'),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "reward": NaN}', "a number is 'NaN'"),
         ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}', "cannot be read"),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}',

@@ -1,8 +1,8 @@
 """Tasks from files (JSONL, GSM8K, IMO-AnswerBench), and sources over them: shuffled, cycling, mixed."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from sao.envs.answers import extract_answer
 from sao.envs.keyed import generator, uniform
 from sao.envs.protocol import TaskSource
-from sao.envs.traces import read_lines, shorten
+from sao.envs.traces import BadRecordError, parse_line, read_lines, shorten
 from sao.types import Task
 
 _WHERE = {
@@ -121,12 +121,7 @@ def read_tasks(path: Path) -> list[Task]:
     tasks: list[Task] = []
     line_of: dict[str, int] = {}
     for number, line in read_lines(path):
-        try:
-            task = _task(json.loads(line), default_id=str(number))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); the line reads {shorten(line)}") from error
-        except _BadTaskError as error:
-            raise ValueError(f"{path}, line {number}: {error}; the line reads {shorten(line)}") from error
+        task = parse_line(path, number, line, partial(_task, default_id=str(number)))
         if task.id in line_of:
             raise ValueError(f"{path}, line {number}: the id {task.id!r} is that of line {line_of[task.id]} too")
         line_of[task.id] = number
@@ -141,11 +136,7 @@ def gsm8k_tasks(folder: Path, split: str = "train") -> list[Task]:
     path = _existing(folder / f"{split}.jsonl", "GSM8K")
     tasks: list[Task] = []
     for number, line in read_lines(path):
-        try:
-            record = json.loads(line)
-            question, solution = str(record["question"]).strip(), str(record["answer"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: no GSM8K record; the line reads {shorten(line)}") from error
+        question, solution = parse_line(path, number, line, _gsm8k_texts)
         answer = extract_answer(solution)
         if answer is None:
             raise ValueError(f'{path}, line {number}: no "#### answer" at the end of {shorten(solution)}')
@@ -170,10 +161,15 @@ def imo_answerbench_tasks(folder: Path) -> list[Task]:
             return _imo_rows(path, csv.DictReader(file))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: not CSV ({error}); fetch the file again") from error
 
 
-class _BadTaskError(Exception):
-    """What is wrong with a record."""
+def _gsm8k_texts(record: Any) -> tuple[str, str]:
+    texts = [record.get(name) for name in ("question", "answer")] if isinstance(record, dict) else []
+    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+        raise BadRecordError("no GSM8K record: an object with the texts question and answer")
+    return texts[0].strip(), texts[1]
 
 
 def _imo_rows(path: Path, rows: "csv.DictReader[str]") -> list[Task]:
@@ -200,20 +196,22 @@ def _imo_rows(path: Path, rows: "csv.DictReader[str]") -> list[Task]:
 
 def _task(record: Any, *, default_id: str) -> Task:
     if not isinstance(record, dict):
-        raise _BadTaskError("not a JSON object")
+        raise BadRecordError("not a JSON object")
     for name in ("question", "answer"):
         if name not in record:
-            raise _BadTaskError(f'no field "{name}" (it has {", ".join(record) or "none"})')
+            raise BadRecordError(f'no field "{name}" (it has {", ".join(record) or "none"})')
         if isinstance(record[name], bool) or not isinstance(record[name], str | int | float):
-            raise _BadTaskError(f'field "{name}" is {shorten(str(record[name]))}; it must be text or a number')
+            raise BadRecordError(f'field "{name}" is {shorten(str(record[name]))}; it must be text or a number')
         if not str(record[name]).strip():
-            raise _BadTaskError(f'field "{name}" is empty')
+            raise BadRecordError(f'field "{name}" is empty')
     unknown = set(record) - {"question", "answer", "id", "details"}
     if unknown:
-        raise _BadTaskError(f"unknown field {', '.join(sorted(unknown))} (fields are question, answer, id, details)")
+        raise BadRecordError(f"unknown field {', '.join(sorted(unknown))} (fields are question, answer, id, details)")
     name = record.get("id", default_id)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise _BadTaskError(f'field "id" is {shorten(str(name))}; it must be text or a whole number')
+        raise BadRecordError(f'field "id" is {shorten(str(name))}; it must be text or a whole number')
+    if not str(name).strip():
+        raise BadRecordError('field "id" is empty; leave it out to take the number of the line')
     return Task(
         id=str(name),
         prompt_id=str(name),
@@ -225,7 +223,12 @@ def _task(record: Any, *, default_id: str) -> Task:
 
 def _details(details: Any) -> Mapping[str, str | int | float | bool]:
     if not isinstance(details, dict) or any(not isinstance(value, str | int | float) for value in details.values()):
-        raise _BadTaskError('field "details" must be an object of texts, numbers, true and false')
+        raise BadRecordError('field "details" must be an object of texts, numbers, true and false')
+    chance = details.get("tool_error_probability", 0.0)
+    if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
+        raise BadRecordError(
+            f'details "tool_error_probability" is {shorten(str(chance))}; it must be a number between 0 and 1'
+        )
     return details
 
 

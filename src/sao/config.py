@@ -9,9 +9,11 @@ to_markdown() -> str                           the same as a page
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
-import json
+import math
+import re
 import textwrap
 import tomllib
 import typing
@@ -32,6 +34,7 @@ from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
+from sao.store.toml import toml_lines, toml_value
 from sao.training.core import TrainerConfig
 from sao.training.inline import TrainerCost
 from sao.training.sft import SftConfig
@@ -44,6 +47,13 @@ take their defaults, unknown keys are refused with the nearest known one, and `-
 from the command line (`--set sft.0.fit.lr=1e-4` in a list). `"none"` stands for no value. Sections in double brackets
 may stand several times. A section that is left out altogether, such as `[value_pretraining]`, skips its stage.
 """
+_ENDLESS = {
+    "engine.start_timeout_s", "engine.load_timeout_s", "rollout.timeout_s", "rollout.step_timeout_s",
+    "loop.batch_timeout_s", "loop.trainer_timeout_s", "loop.engine_timeout_s",
+}  # fmt: skip
+"""Keys that may be inf: waits that then have no end. Every other number must be finite."""
+_LONGEST_S = 1e6
+"""Eleven days; sockets take no limit much longer."""
 
 
 class ConfigError(ValueError):
@@ -152,8 +162,14 @@ class RunConfig:
     """Where metrics go besides metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name is {self.name!r}; use letters, digits and dashes: it names a folder")
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
+            raise ValueError(
+                f"name is {self.name!r}; it names a folder: use letters, digits, dashes and dots, no dot first"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+        if self.sft_threads < 1:
+            raise ValueError(f"sft_threads is {self.sft_threads}; it must be at least 1")
         if self.worker_processes < 0:
             raise ValueError(f"worker_processes is {self.worker_processes}; use 0 to play episodes on the loop itself")
         if (self.algorithm.advantage == "given") == (self.baseline.kind == "critic"):
@@ -178,10 +194,12 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file, apply `a.b=c` overrides, and check everything. Raises ConfigError."""
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}); save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # of a number of thousands of digits, of nesting without end
         raise ConfigError(f"{path} is not TOML: {error}") from error
     return from_tree(tree, overrides)
 
@@ -192,14 +210,19 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
         _apply(tree, override)
     _refuse_unknown(tree, RunConfig, "")
     try:
-        return TypeAdapter(RunConfig).validate_python(tree)
+        return _adapter().validate_python(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_readable(problem) for problem in error.errors())) from error
 
 
+@functools.cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
 def to_toml(config: RunConfig) -> str:
     """The resolved configuration, every value; "none" stands for None."""
-    return "\n".join(_toml_lines(dataclasses.asdict(config), "")) + "\n"
+    return "\n".join(toml_lines(dataclasses.asdict(config), "")) + "\n"
 
 
 def describe() -> Iterator[tuple[str, str, str]]:
@@ -231,17 +254,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    if "\n" in override or "\r" in override:
+        raise ConfigError(f"override {override!r} has several lines; write --set before each")
     *sections, leaf = key.strip().split(".")
     table: Any = tree
     for section in sections:
         table = _enter(table, section, key)
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()
     if isinstance(table, list):
         table[_index(table, leaf, key)] = value
     elif isinstance(table, dict):
+        _refuse_index(leaf, key)
         table[leaf] = value
     else:
         raise ConfigError(f"override {key}: {sections[-1]} is a value, not a section")
@@ -252,7 +278,14 @@ def _enter(table: Any, section: str, key: str) -> Any:
         return table[_index(table, section, key)]
     if not isinstance(table, dict):
         raise ConfigError(f"override {key}: {section} lies below a value, not a section")
+    _refuse_index(section, key)
     return table.setdefault(section, {})
+
+
+def _refuse_index(section: str, key: str) -> None:
+    if section.isdigit():
+        listed = key.strip().split(f".{section}")[0]
+        raise ConfigError(f"override {key}: the file has no [[{listed}]] to override; write one there first")
 
 
 def _index(table: list[Any], section: str, key: str) -> int:
@@ -278,7 +311,29 @@ def _refuse_unknown(tree: Any, declared: Any, prefix: str) -> None:
             raise ConfigError(f"unknown key {prefix}{key}{_nearest(key, hints, prefix)}")
         if value == "none" and type(None) in typing.get_args(hints[key]):
             tree[key] = None  # TOML has no null
+        _refuse_number(value, hints[key], f"{prefix}{key}")
         _refuse_unknown(value, hints[key], f"{prefix}{key}.")
+
+
+def _refuse_number(value: Any, declared: Any, key: str) -> None:
+    """Refuse what no number of a configuration can be; ranges are for the section that declares it."""
+    if isinstance(value, list):
+        for each in value:
+            _refuse_number(each, declared, key)
+    elif isinstance(value, str) and float in (declared, *typing.get_args(declared)):
+        try:
+            number = float(value)  # as pydantic takes it: "nan" and "1e999" too
+        except ValueError:
+            return
+        _refuse_number(number, float, key)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key} is a number of {value.bit_length()} bits; it must fit into 64")
+    elif isinstance(value, float) and not math.isfinite(value):
+        if value != math.inf or key not in _ENDLESS:
+            raise ConfigError(f"{key} is {value}; it must be a finite number")
+    elif isinstance(value, int | float) and key.endswith(("_s", "_seconds")) and value > _LONGEST_S:
+        endless = ", or inf for no limit" if key in _ENDLESS else ""
+        raise ConfigError(f"{key} is {value:g}; it must be at most {_LONGEST_S:g} seconds{endless}")
 
 
 def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
@@ -299,38 +354,16 @@ def _readable(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"]) or "configuration"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return message
+        if not problem["loc"] or message.startswith(place):
+            return message
+        key = message.split(" ")[0]
+        given = isinstance(problem["input"], dict) and key in problem["input"]
+        return f"{place}.{message}" if given else f"{place}: {message}"
     if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
         return f"[{place}] is a list of sections; write [[{place}]]"
     if isinstance(problem["input"], list) and problem["type"].startswith("dataclass"):
         return f"[[{place}]] is one section; write [{place}]"
     return f"{place} is {problem['input']!r}: {message}"
-
-
-def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
-    sections = {key: value for key, value in table.items() if _is_section(value)}
-    for key, value in table.items():
-        if key not in sections:
-            yield f"{key} = {_toml_value(value)}"
-    for key, value in sections.items():
-        for entry in value if isinstance(value, (list, tuple)) else (value,):
-            yield ""
-            yield f"[[{prefix}{key}]]" if isinstance(value, (list, tuple)) else f"[{prefix}{key}]"
-            yield from _toml_lines(entry, f"{prefix}{key}.")
-
-
-def _is_section(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], dict))
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
-    if value is None:
-        return '"none"'
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
@@ -339,7 +372,7 @@ def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
     sections = {name: inner for name in hints if (inner := _dataclass_of(hints[name])) is not None}
     for name in hints:
         if name not in sections:
-            yield f"{prefix}{name}", _toml_value(getattr(config, name)), meanings[name]
+            yield f"{prefix}{name}", toml_value(getattr(config, name)), meanings[name]
     for name, inner in sections.items():
         default = getattr(config, name)
         # An absent section, or a list without entries, shows what one would hold.

@@ -48,14 +48,17 @@ class EvaluationConfig:
     """Keys the sampling and the bootstrap, so that two policies meet the same draws."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("every_steps", 1), ("tasks", 0), ("samples", 1), ("bootstrap_samples", 100)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"evaluation {name} is {getattr(self, name)}; it must be at least {lowest}")
+        lowest = {"every_steps": 1, "tasks": 0, "final_tasks": 0, "samples": 1, "bootstrap_samples": 100, "seed": 0}
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.confidence < 1:
-            raise ValueError(f"evaluation confidence is {self.confidence}; it must lie between 0 and 1, such as 0.95")
+            raise ValueError(f"evaluation.confidence is {self.confidence}; it must lie in (0, 1), such as 0.95")
         bad = [k for k in self.pass_k if not 1 <= k <= self.samples]
         if bad:
-            raise ValueError(f"pass@{bad[0]} needs 1 <= k <= samples, and samples is {self.samples}; raise samples")
+            raise ValueError(
+                f"evaluation.pass_k: pass@{bad[0]} needs 1 <= k <= samples, which is {self.samples}; raise samples"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

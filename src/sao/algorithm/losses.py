@@ -216,11 +216,11 @@ def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: 
     return (num_action_tokens * num_trajectories).float()[:, None]
 
 
-def check_band(ratio_low: float, ratio_high: float) -> None:
+def check_band(ratio_low: float, ratio_high: float, *, named: str = "ratio bounds") -> None:
     """Raise ValueError unless 0 <= ratio_low < 1 < ratio_high < exp(20)."""
     if not 0 <= ratio_low < 1 < ratio_high < 4.8e8:
         raise ValueError(
-            f"ratio bounds are ({ratio_low}, {ratio_high}); they must enclose 1. They bound the ratio itself: for "
+            f"{named} are ({ratio_low}, {ratio_high}); they must enclose 1. They bound the ratio itself: for "
             "epsilons (0.3, 5.0) give 0.7 and 6.0"
         )
 

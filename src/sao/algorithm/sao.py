@@ -64,8 +64,8 @@ class AlgorithmConfig:
     """Whether observation_inclusive also fits V at observation tokens, so that it is no straw man."""
 
     def __post_init__(self) -> None:
-        losses.check_band(self.ratio_low, self.ratio_high)
-        losses.check_band(self.clip_ratio_low, self.clip_ratio_high)
+        losses.check_band(self.ratio_low, self.ratio_high, named="ratio_low and ratio_high")
+        losses.check_band(self.clip_ratio_low, self.clip_ratio_high, named="clip_ratio_low and clip_ratio_high")
         for name in ("lam", "gamma", "lambda_critic"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")

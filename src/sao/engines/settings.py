@@ -1,5 +1,6 @@
 """Settings of the local engine and its cost in virtual time. No torch, so that whoever starts an engine needs none."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,8 +57,8 @@ class EngineCost:
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "token_seconds", "prefill_token_seconds", "load_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"engine cost {name} is {getattr(self, name)}; it must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"engine_cost.{name} is {getattr(self, name)}; it must be finite and not negative")
 
     def of_step(self, decoded: int, prefilled: int) -> float:
         """Seconds of one engine step."""

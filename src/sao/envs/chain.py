@@ -24,6 +24,10 @@ LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _PEOPLE = "ann bob cid dan eva fay gus hal ida jim kim leo mia ned ola pam ray sue tom uma val wes yan zoe"
 PEOPLE = tuple(_PEOPLE.split(" "))
 _SPOKEN = {"+": "adds", "-": "takes", "*": "multiplies"}
+LARGEST_OPERAND, LARGEST_VALUE = 1000, 10**9
+"""Each step lists all operands that fit."""
+STEEPEST = 20
+"""Of `length_exponent`; beyond it all chains but one in a million have the same length, and shares turn to 0 / 0."""
 _SHARES: dict[str, tuple[float, float]] = {"evaluation": (0.0, 0.1), "sft": (0.1, 0.5), "train": (0.5, 1.0)}
 """Which part of all chains, by hash, belongs to which stream."""
 
@@ -53,9 +57,14 @@ class ChainConfig:
                 f"min_steps is {self.min_steps} and max_steps {self.max_steps}; need 1 <= min_steps <= max_steps <= "
                 f"{len(PEOPLE)}, since every step has a name of its own"
             )
-        if not 2 <= self.max_operand <= self.max_value:
+        if not 2 <= self.max_operand <= min(self.max_value, LARGEST_OPERAND) or self.max_value > LARGEST_VALUE:
             raise ValueError(
-                f"max_operand is {self.max_operand} and max_value {self.max_value}; need 2 <= max_operand <= max_value"
+                f"max_operand is {self.max_operand} and max_value {self.max_value}; need 2 <= max_operand <= max_value,"
+                f" max_operand <= {LARGEST_OPERAND} and max_value <= {LARGEST_VALUE}"
+            )
+        if not abs(self.length_exponent) <= STEEPEST:
+            raise ValueError(
+                f"length_exponent is {self.length_exponent}; it must lie between -{STEEPEST} and {STEEPEST}"
             )
         for name in ("words_share", "tool_error_probability"):
             share = getattr(self, name)

@@ -61,6 +61,8 @@ class SftConfig:
         for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"sft.{name} is {getattr(self, name)}; it must be 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"sft.betas is {self.betas}; both must be in [0, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

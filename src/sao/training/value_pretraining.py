@@ -55,6 +55,8 @@ class ValuePretrainingConfig:
         for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"value_pretraining.{name} is {getattr(self, name)}; it must be 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"value_pretraining.betas is {self.betas}; both must be in [0, 1)")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"value_pretraining.held_out_share is {self.held_out_share}; it must be in [0, 1)")
 

@@ -72,6 +72,21 @@ def test_rollouts_can_be_trained_on(collected: Path) -> None:
     assert {message.role for message in traces[0].messages} >= {"user", "assistant"}
 
 
+def test_what_was_played_before_ctrl_c_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hours of rollouts without their traces, in a folder that is then refused."""
+
+    def at_rollouts(self: object, stage: str, done: int, total: int, note: str = "") -> None:
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("sao.progress.ConsoleReporter.progress", at_rollouts)
+    result = sao("rollout", small_toml(tmp_path), "--out", tmp_path / "out", "--count", 500, *INLINE)
+    assert result.code == 130, result
+    traces = list(read_traces(tmp_path / "out" / "traces.jsonl"))
+    assert 3 <= len(traces) < 500
+    assert f"{len(traces)} traces of the {len(traces)} rollouts played so far are in" in result.out
+
+
 def test_a_run_in_stages(staged: Path) -> None:
     """Catches a stage that is done twice, or not at all, when a run goes on after it."""
     check_history(staged, steps=4)

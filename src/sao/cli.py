@@ -231,9 +231,13 @@ def rollout(
             kept = collect_from_teacher(config, settings, out, count=count, progress=reporter.progress).kept
         else:
             policy = _policy(what, override, checkpoint, Path(scratch))
-            kept = collect(
-                policy, Path(scratch), out, count=count, only_right=bool(only_right), progress=reporter.progress
-            )
+            try:
+                kept = collect(
+                    policy, Path(scratch), out, count=count, only_right=bool(only_right), progress=reporter.progress
+                )
+            except KeyboardInterrupt as error:
+                typer.echo("\n".join(["stopped", *getattr(error, "__notes__", ())]))
+                raise typer.Exit(130) from None
     typer.echo(f"{kept} traces in {out / 'traces.jsonl'}")
 
 

@@ -116,7 +116,8 @@ def save_evaluation(evaluation: Evaluation, config: RunConfig, path: Path) -> No
 def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right: bool, progress: Progress) -> int:
     """Play `count` training tasks: rollouts into the log folder `out`/log, traces into `out`/traces.jsonl.
 
-    Returns the number of traces. The log is what `value_pretraining.logged` reads, the traces what `sft.traces` reads.
+    Returns the number of traces. Whatever ends it early, Ctrl-C too, the traces of what was played are written, and a
+    note on the exception says so. The log is what `value_pretraining.logged` reads, the traces what `sft.traces` reads.
     """
     if out.exists():
         raise ValueError(f"{out} exists already; name another folder")
@@ -142,17 +143,24 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
             await asyncio.gather(*(play(task, worker, slots) for task in tasks))
             await log.durable()
 
+    def write() -> int:
+        kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
+        renderer = policy.renderer
+        return write_traces(out / "traces.jsonl", [trace_of(rollout, renderer) for rollout in kept])
+
     try:
         asyncio.run(run())
+    except BaseException as error:
+        if done:
+            error.add_note(f"{write()} traces of the {len(done)} rollouts played so far are in {out / 'traces.jsonl'}")
+        raise
     finally:
         log.close()
         if not done:
             shutil.rmtree(out)
     if not any(rollout.trainable for rollout in done):
         raise WorldError(f"none of {len(done)} rollouts can be trained on; the first: {done[0].failure_text}")
-    kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
-    renderer = policy.renderer
-    return write_traces(out / "traces.jsonl", [trace_of(rollout, renderer) for rollout in kept])
+    return write()
 
 
 def collect_from_teacher(

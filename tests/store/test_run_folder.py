@@ -33,6 +33,10 @@ def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="already exists"):
         RunFolder.create(tmp_path / "file")
+    (tmp_path / "locked" / "lock").mkdir(parents=True)
+    (tmp_path / "locked" / "log").mkdir()
+    with pytest.raises(ValueError, match=r"locked cannot be written: .*choose another folder"):
+        RunFolder.resume(tmp_path / "locked")
     with pytest.raises(ValueError, match="cannot be made"):
         RunFolder.create(tmp_path / "file" / "run")
     (tmp_path / "empty").mkdir()

@@ -25,6 +25,9 @@ from sao.types import Task
 _OVERSIZED = re.compile(r"\^[\s{(]*\d{6,}|\^[\s{(]*\d+\s*\^[\s{(]*\d|\d{5,}\s*!|\d\s*\^[\s{(]*\d+[\s})]*!")
 """Large exponents, towers, and factorials of large numbers or powers: no computer writes them out."""
 _LONGEST_ANSWER = 500
+_DEEPEST = 10
+"""Nesting of brackets, unless the gold answer has more: the parser's time doubles with each, thirty take minutes."""
+_BRACKETS = {"(": 1.0, "[": 1.0, ")": -1.0, "]": -1.0, "{": 1 / 3, "}": -1 / 3}
 _LARGEST_FRAME = 1 << 16
 
 
@@ -179,7 +182,17 @@ class _Worker:
 def _hopeless(gold: str, answer: str) -> bool:
     """Whether an answer is too long or too large to be the gold one, and would only hold up the pool."""
     too_long = len(answer) > max(_LONGEST_ANSWER, 3 * len(gold))
-    return too_long or (_OVERSIZED.search(answer) is not None and _OVERSIZED.search(gold) is None)
+    oversized = _OVERSIZED.search(answer) is not None and _OVERSIZED.search(gold) is None
+    return too_long or oversized or _depth(answer) > max(_DEEPEST, _depth(gold))
+
+
+def _depth(text: str) -> float:
+    """The deepest nesting of round and square brackets, closed or not; braces, which parse fast, count a third."""
+    depth = deepest = 0.0
+    for character in text:
+        depth += _BRACKETS.get(character, 0.0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _end(

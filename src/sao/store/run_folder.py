@@ -276,7 +276,12 @@ def _how_to_go_on(path: Path) -> str:
 def _acquire(path: Path) -> int:
     """Hold the folder's lock until the descriptor is closed, or the process ends in any way."""
     file = path / "lock"
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ValueError(
+            f"run folder {path} cannot be written: {error.strerror}. Change its permissions, or choose another folder"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -135,15 +135,14 @@ class Bench:
         self.version += 1
         snapshot = await self.trainer.publish_initial(self.version, None)
         start = Start(version=self.version, edges=((self.version, None),), highest=self.version)
-        before = await self.engine.health()
         began = clock.now()
         await Orchestrator(parts, loop, start, snapshot, seed=0).run()
         seconds = clock.now() - began
         log.close()
         found = {name: sum(row.get(f"time/{name}", 0.0) for row in self.rows) for name in STAGES}
         trained = BATCH * sum(row["rollout/action_tokens"] for row in self.rows)
-        generated = self.rows[-1]["engine/generated_tokens"] - before.generated_tokens
-        busy = self.rows[-1]["engine/busy_seconds"] - before.busy_seconds
+        generated = self.rows[-1]["engine/generated_tokens"]
+        busy = self.rows[-1]["engine/busy_seconds"]
         return {"wall": seconds, "generation": busy * trained / generated, **found}
 
 

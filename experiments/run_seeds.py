@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from sao.evaluate import paired_t_interval
+from sao.observe.run_data import Series, read_metrics
 
 KEPT = ("config.toml", "environment.json", "metrics.jsonl", "report")
 """Of a run folder; weights and the log stay out."""
@@ -38,37 +39,31 @@ def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> Non
     shutil.rmtree(run)
 
 
-def evaluations(results: Path) -> list[dict[str, float]]:
-    """Evaluation rows of a run, in order of their steps."""
-    rows = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
-    return sorted((row for row in rows if row["stage"] == "eval"), key=lambda row: row["step"])
-
-
-def held_out_explained_variance(results: Path) -> float | None:
-    """Of value pretraining; None where there was none."""
-    rows = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
-    found = [row for row in rows if row["stage"] == "value_pretraining"]
-    return found[-1].get("value_pretraining/explained_variance_held_out") if found else None
+def seed_folders(results: Path) -> list[Path]:
+    """What is kept of each seed, in order of the seeds."""
+    folders = [path for path in results.glob("seed-*") if path.name.removeprefix("seed-").isdigit()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("seed-")))
 
 
 def summarise(results: Path, command: str) -> str:
-    """The table over seeds, as Markdown."""
-    folders = sorted(path for path in results.iterdir() if path.is_dir() and path.name.startswith("seed-"))
+    """The table over seeds, as Markdown. A seed with fewer than two evaluations has no gain."""
     lines = [f"Made by `{command}`.", "", "| seed | start | end | gain | held-out EV | seconds | core-seconds |"]
     lines.append("|---|---|---|---|---|---|---|")
     gains: list[float] = []
-    for folder in folders:
-        first, *_, final = evaluations(folder)
-        start, end = first["eval/overall/mean"], final["eval/overall/mean"]
-        gains.append(end - start)
-        environment = json.loads((folder / "environment.json").read_text())
-        variance = held_out_explained_variance(folder)
-        shown = "" if variance is None else f"{variance:.3f}"
-        seconds, core_seconds = environment["seconds"], environment["core_seconds"]
-        lines.append(
-            f"| {folder.name[5:]} | {start:.3f} | {end:.3f} | {end - start:+.3f} | {shown} | {seconds:.0f} "
-            f"| {core_seconds:.0f} |"
+    for folder in seed_folders(results):
+        metrics = read_metrics(folder / "metrics.jsonl")
+        _, means = metrics.series("eval/overall/mean", "eval")
+        gain = means[-1:] - means[:1] if len(means) > 1 else means[:0]
+        gains += gain.tolist()
+        _, variance = metrics.series("value_pretraining/explained_variance_held_out", "value_pretraining")
+        shown = (
+            *map(_three, (means[:1], means[-1:])),
+            "".join(f"{value:+.3f}" for value in gain),
+            _three(variance[-1:]),
         )
+        environment = json.loads((folder / "environment.json").read_text())
+        spent = (f"{environment[name]:.0f}" for name in ("seconds", "core_seconds"))
+        lines.append(f"| {' | '.join((folder.name.removeprefix('seed-'), *shown, *spent))} |")
     if len(gains) > 1:
         interval = paired_t_interval(gains)
         lines += [
@@ -79,15 +74,19 @@ def summarise(results: Path, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _three(found: Series) -> str:
+    """The number found, or nothing."""
+    return "".join(f"{value:.3f}" for value in found)
+
+
 def draw(results: Path) -> None:
     """Held-out reward over steps, a line per seed, with its 95 % intervals."""
     figure, axes = plt.subplots(figsize=(7.0, 3.6), layout="constrained")
-    for folder in sorted(results.glob("seed-*")):
-        rows = evaluations(folder)
-        steps = [row["step"] for row in rows]
-        means = [row["eval/overall/mean"] for row in rows]
+    for folder in seed_folders(results):
+        metrics = read_metrics(folder / "metrics.jsonl")
+        steps, means = metrics.series("eval/overall/mean", "eval")
         (line,) = axes.plot(steps, means, marker="o", markersize=3, label=folder.name.replace("-", " "))
-        lows, highs = ([row[f"eval/overall/{end}"] for row in rows] for end in ("low", "high"))
+        lows, highs = (metrics.series(f"eval/overall/{end}", "eval")[1] for end in ("low", "high"))
         axes.fill_between(steps, lows, highs, alpha=0.08, color=line.get_color(), linewidth=0)
     axes.set(xlabel="training step", ylabel="held-out tasks solved", ylim=(0, 1), title="SAO after fine-tuning")
     axes.spines[["top", "right"]].set_visible(False)

@@ -30,7 +30,6 @@ def records(path: Path, kind: type) -> list:
     return [record for record in read(path / "log") if isinstance(record, kind)]
 
 
-@pytest.mark.slow
 def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
     """Catches a run that dies with a worker, or that hangs, or uses its tasks up, when the engine is gone."""
     path = tmp_path / "run"
@@ -54,7 +53,6 @@ def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_pa
     check_history(path, steps=finish(path))
 
 
-@pytest.mark.slow
 def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
     """Catches a loop that waits an hour for a trainer that is gone."""
     path = tmp_path / "run"
@@ -128,7 +126,6 @@ def press_ctrl_c(path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the children to end", 10)
 
 
-@pytest.mark.slow
 def test_a_run_killed_out_of_disk_and_interrupted_goes_on_and_loses_nothing(tmp_path: Path) -> None:
     """Catches state that lives only in memory, a full disk that hides itself, and Ctrl-C that leaves half a step."""
     path = tmp_path / "run"

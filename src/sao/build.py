@@ -29,6 +29,7 @@ from sao.rollout.worker import LocalWorker, Purpose
 from sao.training.core import TrainerCore
 from sao.training.critic import Critic
 from sao.training.inline import InlineTrainer
+from sao.training.optimiser import Progress
 from sao.training.process import ProcessTrainer
 from sao.training.protocol import Trainer
 from sao.training.weights import SnapshotStore
@@ -85,12 +86,15 @@ def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerC
     return core, SnapshotStore(snapshots)
 
 
-def make_trainer(config: RunConfig, clock: Clock, model: Path, snapshots: Path) -> Trainer:
-    """In its own process in real time, inline in virtual time."""
+def make_trainer(
+    config: RunConfig, clock: Clock, model: Path, snapshots: Path, progress: Progress | None = None
+) -> Trainer:
+    """In its own process in real time, inline in virtual time; `progress` shows value pretraining's updates."""
     build = partial(make_core, config, model, snapshots)
     if clock.virtual:
-        return InlineTrainer(*build(), clock, config.trainer_cost)
-    return ProcessTrainer(build, threads=config.trainer.threads, timeout_s=config.trainer.step_timeout_s)
+        return InlineTrainer(*build(), clock, config.trainer_cost, progress)
+    settings = config.trainer
+    return ProcessTrainer(build, threads=settings.threads, timeout_s=settings.step_timeout_s, progress=progress)
 
 
 async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot) -> Engine:

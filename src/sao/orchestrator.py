@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from sao.clock import Signal, WaitTimeoutError, limit
+from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
 from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
@@ -61,6 +62,9 @@ class Orchestrator:
         """Versions that are being loaded or evaluated: their snapshots must stay."""
         self._evaluated = start.step if start.evaluated else -1
         self._stopping = False
+        self._began = 0.0
+        self._engine_before: EngineHealth
+        """Clock and counters of the engine at the start of training: what came before is not counted."""
         self._intake = Intake(
             clock=parts.clock,
             source=parts.source,
@@ -86,6 +90,7 @@ class Orchestrator:
         loops: list[asyncio.Task[None]] = []
         try:
             await self._publish_start()
+            self._began, self._engine_before = self._clock.now(), await self._engine_health()
             rollout_side = (intake.feed, intake.collect, intake.watch_players)
             coroutines = (*rollout_side, self.assemble, self.deliver, self.evaluate, self.supervise, self.tidy)
             loops += [asyncio.create_task(loop(), name=loop.__name__) for loop in coroutines]
@@ -181,22 +186,30 @@ class Orchestrator:
         self._step = batch.step
         self._parts.log.append(_trained(batch, report, version=self._version, parent=parent))
         now = self._clock.now()
-        timing = {"time/wait_for_batch": last(waited), "time/step": last(now - started), "time/clock": last(now)}
+        timing = {
+            "time/wait_for_batch": last(waited),
+            "time/step": last(now - started),
+            "time/clock": last(now - self._began),
+        }
         metrics += [report.metrics, timing, self._intake.metrics(), await self._engine_metrics()]
         self._parts.emit(self._step, self._version, "train", merge(metrics))
 
     async def _engine_metrics(self) -> dict[str, Metric]:
-        async with self._limit(self._config.engine_timeout_s, "the engine's health"):
-            health = await self._parts.engine.health()
-        return {
+        health, before = await self._engine_health(), self._engine_before
+        cpu = {} if health.cpu_seconds is None else {"cpu/engine": last(health.cpu_seconds)}
+        return cpu | {
             "loop/version": last(self._version),
             "engine/version": last(health.version),
             "engine/running": last(health.running),
-            "engine/generated_tokens": last(health.generated_tokens),
-            "engine/recomputed_tokens": last(health.recomputed_tokens),
-            "engine/busy_seconds": last(health.busy_seconds),
+            "engine/generated_tokens": last(health.generated_tokens - before.generated_tokens),
+            "engine/recomputed_tokens": last(health.recomputed_tokens - before.recomputed_tokens),
+            "engine/busy_seconds": last(health.busy_seconds - before.busy_seconds),
             "engine/probe_gap": last(health.probe_gap),
         }
+
+    async def _engine_health(self) -> EngineHealth:
+        async with self._limit(self._config.engine_timeout_s, "the engine's health"):
+            return await self._parts.engine.health()
 
     async def _publish_start(self) -> None:
         """Put the starting weights, under their own number, on record and on the engine."""
@@ -268,8 +281,7 @@ class Orchestrator:
     async def _engine_lives(self) -> None:
         """Raises EngineError if the engine is gone. In virtual time it is part of this process."""
         if not self._clock.virtual:
-            async with self._limit(self._config.engine_timeout_s, "the engine's health"):
-                await self._parts.engine.health()
+            await self._engine_health()
 
     async def tidy(self) -> None:
         """Takes nothing; gives memory back: a garbage collection every ten minutes, and none in between.

@@ -84,15 +84,17 @@ class ConsoleReporter:
 
 
 def _train_line(values: dict[str, float]) -> str:
+    sides = [values[key] for key in ("actor/masked_low_share", "actor/masked_high_share") if key in values]
+    shown = values | ({"masked": sum(sides)} if sides else {})
     wanted = (
         ("reward", "rollout/reward", ".3f"),
         ("age", "age/mean", ".1f"),
-        ("masked", "actor/masked_low_share", ".2%"),
+        ("masked", "masked", ".2%"),
         ("EV", "critic/explained_variance", ".2f"),
         ("entropy", "actor/entropy", ".3f"),
         ("waiting", "loop/waiting", ".0f"),
     )
-    return "  ".join(f"{name} {values[key]:{form}}" for name, key, form in wanted if key in values)
+    return "  ".join(f"{name} {shown[key]:{form}}" for name, key, form in wanted if key in shown)
 
 
 def _eval_line(values: dict[str, float]) -> str:

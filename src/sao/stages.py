@@ -177,14 +177,12 @@ def run_sft(prepared: Prepared) -> Path:
         traces = sft_traces(config, stage, number)
         examples = [render_trace(trace.messages, renderer, renderer.encode_action) for trace in traces]
 
-        def show(done: int, total: int, metrics: Metrics, name: str = name) -> None:
+        def show(done: int, total: int, metrics: Metrics, name: str = name, before: int = done_before) -> None:
             prepared.reporter.progress(name, done, total, f"loss {metrics['sft/loss'].value:.3f}")
+            if done % 10 == 0 or done == total:
+                prepared.write(before + done, 0, "sft", metrics)
 
-        steps = fit_sft(actor, examples, stage.fit, seed=config.seed, progress=show)
-        for step, metrics in enumerate(steps, start=1):
-            if step % 10 == 0 or step == len(steps):
-                prepared.write(done_before + step, 0, "sft", metrics)
-        done_before += len(steps)
+        done_before += len(fit_sft(actor, examples, stage.fit, seed=config.seed, progress=show))
     draft = target.with_name("model.partial")
     save_model(actor, draft)
     draft.rename(target)
@@ -216,7 +214,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
     clock: Clock = VirtualClock() if config.clock == "virtual" else RealClock()
     clock.now()
     async with AsyncExitStack() as stack:
-        trainer = make_trainer(config, clock, prepared.model, folder.snapshots)
+        trainer = make_trainer(config, clock, prepared.model, folder.snapshots, _show_fitting(prepared.reporter))
         stack.push_async_callback(trainer.stop)
         start = Start()
         if checkpoint is not None:
@@ -269,6 +267,13 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         outcome = await orchestrator.run()
         folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
         return outcome
+
+
+def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
+    def show(done: int, total: int, metrics: Metrics) -> None:
+        reporter.progress("value pretraining", done, total, f"loss {metrics['value_pretraining/loss'].value:.3f}")
+
+    return show
 
 
 def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], None]:

@@ -1,3 +1,5 @@
+"""Answers in a text, and exact comparison."""
+
 import time
 from fractions import Fraction
 

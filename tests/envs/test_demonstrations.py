@@ -107,25 +107,27 @@ def test_flawless_expert_solves_everything(stream: Stream, words_share: float) -
         assert len(said(trace)) == chain.steps + errors + 1
 
 
-def test_wrong_operands_at_their_rate(calm: ListSource) -> None:
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_wrong_operands_at_their_rate(calm: ListSource, rate: float) -> None:
     """Would catch a rate per episode instead of per call, or an operator changed along."""
     events: list[bool] = []
-    for chain, trace in played(calm, noise(wrong_operand=0.2)):
+    for chain, trace in played(calm, noise(wrong_operand=rate)):
         for step, (name, _, _, operator, operand) in enumerate(calls(trace)):
             assert (name, operator) == (chain.names[step], chain.operators[step])
             assert abs(int(operand) - chain.operands[step]) <= 3
             events.append(int(operand) != chain.operands[step])
-    assert_rate(events, 0.2)
+    assert_rate(events, rate)
 
 
-def test_wrong_operators_at_their_rate(calm: ListSource) -> None:
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_wrong_operators_at_their_rate(calm: ListSource, rate: float) -> None:
     """Would catch an operator "changed" to itself, or an operand changed along."""
     events: list[bool] = []
-    for chain, trace in played(calm, noise(wrong_operator=0.2)):
+    for chain, trace in played(calm, noise(wrong_operator=rate)):
         for step, (name, _, _, operator, operand) in enumerate(calls(trace)):
             assert (name, int(operand)) == (chain.names[step], chain.operands[step])
             events.append(operator != chain.operators[step])
-    assert_rate(events, 0.2)
+    assert_rate(events, rate)
 
 
 def test_skipped_steps_at_their_rate(calm: ListSource) -> None:
@@ -139,6 +141,15 @@ def test_skipped_steps_at_their_rate(calm: ListSource) -> None:
             assert (name, operator, int(operand)) == (chain.names[place], chain.operators[place], chain.operands[place])
         assert calls(trace)[-1][0] == chain.names[-1]
     assert_rate(events, 0.2)
+
+
+def test_a_skipped_step_is_taken_in_place_of_the_next() -> None:
+    """Would catch a skipped step without effect, or one past the end of the chain."""
+    source = finite(CALM, count=50)
+    for task in (task for index in range(50) if (task := source.at(index)) is not None):
+        chain = chain_of(task)
+        first = ChainExpert(task, noise(skip_step=1.0)).act(task.question)
+        assert first == f"<python> {chain.code(min(2, chain.steps), chain.start)} </python>"
 
 
 def test_every_call_works_on_the_value_last_seen(shaky: ListSource) -> None:
@@ -189,11 +200,20 @@ def test_wrong_answers_at_their_rate(calm: ListSource) -> None:
 
 
 def test_noise_is_keyed_by_seed_task_and_turn(calm: ListSource) -> None:
-    """Would catch noise that depends on which tasks were played before."""
+    """Would catch noise without effect, or that depends on which tasks were played before."""
     traces = [trace for _, trace in played(calm, NoiseConfig())]
+    assert 0.2 < sum(trace.reward for trace in traces) / COUNT < 0.75
     make = lambda task: ChainExpert(task, NoiseConfig())  # noqa: E731
     assert demonstrate(calm, environment, make, first=40, count=5) == traces[40:45]
     assert [trace for _, trace in played(calm, NoiseConfig(), seed=1)] != traces
+
+
+def test_noise_is_checked() -> None:
+    """Would catch a probability above 1, and three that together exceed it."""
+    with pytest.raises(ValueError, match=r"give_up is 1\.5"):
+        NoiseConfig(give_up=1.5)
+    with pytest.raises(ValueError, match="add up"):
+        NoiseConfig(wrong_operand=0.6, wrong_operator=0.6)
 
 
 def test_what_demonstrate_keeps(calm: ListSource) -> None:
@@ -249,6 +269,27 @@ def test_gsm8k_solution_by_hand() -> None:
         "6.\n<answer> 6 </answer>",
         "",
     ]
+
+
+def test_gsm8k_annotations_become_calls() -> None:
+    """Would catch an annotation left in the text, and a call whose words come after it."""
+    solution = "He sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+    task = Task(id="g", prompt_id="g", question="how many?", answer="72", details={"solution": solution})
+    (trace,) = demonstrate(ListSource([task], name="g"), environment, gsm8k_expert, count=1)
+    assert [message.content for message in trace.messages[1:]] == [
+        "He sold 48/2 =\n<python> 48/2 </python>",
+        "24.0",
+        "24 clips.\nIn all 48+24 =\n<python> 48+24 </python>",
+        "72",
+        "72.\n<answer> 72 </answer>",
+    ]
+    assert trace.reward == 1.0
+
+
+def test_gsm8k_expert_needs_a_solution() -> None:
+    """Would catch a trace that answers without any work because the solution was lost."""
+    with pytest.raises(ValueError, match="has no solution"):
+        gsm8k_expert(Task(id="g", prompt_id="g", question="q", answer="1"))
 
 
 def test_gsm8k_solution_without_annotations_only_answers() -> None:

@@ -1,3 +1,5 @@
+"""The restricted tool: what it computes, and what it refuses."""
+
 import math
 
 import pytest

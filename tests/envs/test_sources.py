@@ -1,21 +1,27 @@
+"""Sources of tasks: order and cycles, mixtures, and files as they come from other programs."""
+
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sao.envs.sources import ListSource, MixedSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
 from sao.types import Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data sets at {DATA}")
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
+HEADER = "Problem ID,Problem,Short Answer,Category\n"
 
 
 def made(count: int) -> list[Task]:
     return [Task(id=str(i), prompt_id=str(i), question=f"q{i}", answer=str(i)) for i in range(count)]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
 
 
 def test_reads_tasks(tmp_path: Path) -> None:
@@ -40,10 +46,15 @@ def test_reads_tasks(tmp_path: Path) -> None:
         ('{"question": "q", "answer": "1", "id": "a"}', "the id 'a' is that of line 1 too"),
         ('{"question": "q", "answer": "1", "anwser": "2"}', "unknown field anwser"),
         ('{"question": "q", "answer": "1", "details": {"x": [1]}}', '"details" must be'),
+        ('{"question": "q", "answer": "1", "details": [1]}', 'field "details" must be'),
+        ('{"question": "q", "answer": true}', 'field "answer" is'),
+        ('{"question": "q", "answer": "1", "id": null}', 'field "id" is'),
+        ('{"question": "q", "answer": "1", "id": {}}', 'field "id" is'),
+        ('"text"', "not a JSON object"),
     ],
 )
 def test_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
-    """Would catch an error that leaves the user searching a file of ten thousand lines."""
+    """Would catch an error that leaves the user searching a file of ten thousand lines, and null taken for "None"."""
     path = write(tmp_path / "t.jsonl", '{"question": "q", "answer": "1", "id": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"t\.jsonl, line 2") as error:
         read_tasks(path)
@@ -81,13 +92,6 @@ def test_finite_and_unshuffled() -> None:
     assert len(source) == 4
     with pytest.raises(ValueError, match="'s' is empty"):
         ListSource([], name="s")
-
-
-def test_many_cycles_can_be_visited_in_any_order() -> None:
-    """Would catch an order that is forgotten and drawn anew."""
-    source = ListSource(made(5), name="s")
-    first = [source.at(i) for i in range(100)]
-    assert [source.at(i) for i in reversed(range(100))] == first[::-1]
 
 
 def test_mixture_keeps_weights_and_each_source_in_order() -> None:
@@ -143,3 +147,105 @@ def test_absent_data_say_where_to_get_them(tmp_path: Path) -> None:
         imo_answerbench_tasks(write(tmp_path / "answerbench_v2.csv", "a,b\n1,2\n").parent)
     with pytest.raises(ValueError, match="line 1: no GSM8K record"):
         gsm8k_tasks(write(tmp_path / "train.jsonl", "{}\n").parent)
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 12), seed=st.integers(0, 2**40), visits=st.lists(st.integers(0, 150), max_size=20))
+def test_a_cursor_is_all_that_a_source_needs(count: int, seed: int, visits: list[int]) -> None:
+    """Would catch a source whose task depends on how it was reached: a resumed run would repeat or skip tasks."""
+    source = ListSource(made(count), name="s", seed=seed)
+    for index in visits:
+        task = source.at(index)
+        assert task is not None
+        assert task == ListSource(made(count), name="s", seed=seed).at(index)
+        assert task.id.startswith(f"s/{index // count}/")
+    cycle = [source.at(3 * count + place) for place in range(count)]
+    assert sorted(task.answer for task in cycle if task) == sorted(map(str, range(count)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), seed=st.integers(0, 2**40), at=st.integers(0, 1500)
+)
+def test_a_mixture_interleaves_its_sources(weights: list[float], seed: int, at: int) -> None:
+    """Would catch tasks lost or doubled when sources are mixed, also where the counts are extended."""
+
+    def mixture() -> MixedSource:
+        return MixedSource([(ListSource(made(5), name=f"s{i}"), weight) for i, weight in enumerate(weights)], seed=seed)
+
+    first = mixture().at(at)
+    mixed = mixture()
+    tasks = [task for index in range(at, at + 40) if (task := mixed.at(index)) is not None]
+    assert tasks[0] == first
+    assert len({task.id for task in tasks}) == len(tasks)
+    for number in range(len(weights)):
+        mine = [task for task in tasks if task.data_set == f"s{number}"]
+        alone = ListSource(made(5), name=f"s{number}")
+        ids = (alone.at(index) for index in range(at + 40))
+        if mine:
+            start = next(index for index, task in enumerate(ids) if task == mine[0])
+            assert mine == [alone.at(start + offset) for offset in range(len(mine))]
+
+
+def test_the_same_prompt_is_recognised_in_every_cycle() -> None:
+    """Would catch a prompt_id with the cycle in it, so that no statistic per prompt is possible."""
+    source = ListSource(made(3), name="s")
+    prompts = [task.prompt_id for index in range(9) if (task := source.at(index))]
+    assert sorted(prompts) == ["s/0"] * 3 + ["s/1"] * 3 + ["s/2"] * 3
+
+
+def test_files_of_other_systems(tmp_path: Path) -> None:
+    """Would catch a byte order mark, CR LF, or a separator of lines inside a text taken for the end of a record."""
+    record = json.dumps({"question": "a\u2028b\x85c", "answer": 7}, ensure_ascii=False)
+    (one, two) = read_tasks(write(tmp_path / "t.jsonl", f"\ufeff{record}\r\n\r\n{record}"))
+    assert (one.question, one.answer, one.id, two.id) == ("a\u2028b\x85c", "7", "1", "3")
+
+
+def test_long_lines_are_shortened_in_errors(tmp_path: Path) -> None:
+    """Would catch a message of a megabyte."""
+    with pytest.raises(ValueError, match="line 1: not JSON") as error:
+        read_tasks(write(tmp_path / "t.jsonl", "x" * 100_000))
+    assert len(str(error.value)) < 1000
+
+
+def test_gsm8k_by_hand(tmp_path: Path) -> None:
+    """Would catch thousands separators in gold answers, and a split mistaken for the other."""
+    record = {"question": " how many? ", "answer": "1+1=<<1+1=2>>2\n#### -1,234"}
+    write(tmp_path / "train.jsonl", json.dumps(record) + "\n")
+    (task,) = gsm8k_tasks(tmp_path)
+    assert (task.question, task.answer, task.id, task.data_set) == ("how many?", "-1234", "train-1", "gsm8k-train")
+    with pytest.raises(ValueError, match=r"test\.jsonl; get it from https://\S+ .*give the folder"):
+        gsm8k_tasks(tmp_path, "test")
+    write(tmp_path / "test.jsonl", json.dumps({"question": "q", "answer": "it is 3"}) + "\n")
+    with pytest.raises(ValueError, match=r'line 1: no "#### answer"'):
+        gsm8k_tasks(tmp_path, "test")
+
+
+def test_imo_answerbench_by_hand(tmp_path: Path) -> None:
+    """Would catch problems split at line breaks or commas inside quotes."""
+    write(tmp_path / "answerbench_v2.csv", HEADER + 'p-1,"Let $x$,\nfind ""x""",$\\frac{1}{2}$,Algebra\n')
+    (task,) = imo_answerbench_tasks(tmp_path)
+    assert (task.id, task.question, task.answer) == ("p-1", 'Let $x$,\nfind "x"', r"$\frac{1}{2}$")
+    assert task.details == {"category": "Algebra"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ("p-1,problem,3,Algebra\np-2,problem\n", "line 3: no Short Answer"),
+        ('p-1,"problem, cut here', "line 2: no Short Answer"),
+        ("p-1, ,3,Algebra\n", "line 2: no Problem;"),
+    ],
+)
+def test_broken_imo_answerbench(tmp_path: Path, rows: str, complaint: str) -> None:
+    """Would catch an AttributeError for a download that was cut off."""
+    write(tmp_path / "answerbench_v2.csv", HEADER + rows)
+    with pytest.raises(ValueError, match=complaint):
+        imo_answerbench_tasks(tmp_path)
+
+
+def test_imo_answerbench_in_another_encoding(tmp_path: Path) -> None:
+    """Would catch a codec's error that does not name the file."""
+    (tmp_path / "answerbench_v2.csv").write_bytes((HEADER + "p-1,caf\u00e9,3,Algebra\n").encode("latin-1"))
+    with pytest.raises(ValueError, match=r"answerbench_v2\.csv: not UTF-8"):
+        imo_answerbench_tasks(tmp_path)

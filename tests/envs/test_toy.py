@@ -1,3 +1,5 @@
+"""The guessing game, end to end without a model."""
+
 import asyncio
 
 import pytest

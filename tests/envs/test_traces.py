@@ -1,31 +1,46 @@
+"""Files of traces: what comes back, and traces as they come from other programs."""
+
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sao.clock import VirtualClock
 from sao.envs.answers import ExactGrader
-from sao.envs.demonstrations import demonstrate, gsm8k_expert
+from sao.envs.demonstrations import ReplayExpert, demonstrate
 from sao.envs.math_python import MathPythonConfig, MathPythonEnvironment
 from sao.envs.restricted import RestrictedTool
-from sao.envs.sources import ListSource, gsm8k_tasks
+from sao.envs.sources import ListSource
 from sao.envs.traces import Trace, read_traces, write_traces
 from sao.types import Message, Task
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+trace_messages = st.lists(
+    st.builds(Message, role=st.sampled_from(["user", "assistant"]), content=st.text()), min_size=1, max_size=4
+).filter(lambda messages: any(message.role == "assistant" for message in messages))
 
 
 def environment(clock: VirtualClock) -> MathPythonEnvironment:
     return MathPythonEnvironment(RestrictedTool, ExactGrader(), clock, MathPythonConfig(), inline_tool=True)
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    """Would catch text changed on its way through the file."""
-    messages = (Message(role="user", content='ü "\n'), Message(role="assistant", content="<answer> 1 </answer>"))
-    traces = [Trace(task_id=f"t/{i}", messages=messages, reward=i / 2) for i in range(3)]
-    assert write_traces(tmp_path / "t.jsonl", traces) == 3
-    assert list(read_traces(tmp_path / "t.jsonl")) == traces
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def openai(arguments: object) -> str:
+    call = {"id": "c", "type": "function", "function": {"name": "python", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "6 * 7 ?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+        {"role": "assistant", "content": "<answer> 42 </answer>"},
+    ]
+    return json.dumps({"task_id": "t", "messages": messages})
 
 
 def test_tool_calls_become_blocks(tmp_path: Path) -> None:
@@ -91,32 +106,69 @@ def test_empty_file(tmp_path: Path) -> None:
         list(read_traces(tmp_path / "t.jsonl"))
 
 
-def test_gsm8k_annotations_become_calls() -> None:
-    """Would catch an annotation left in the text, and a call whose words come after it."""
-    solution = "He sold 48/2 = <<48/2=24>>24 clips.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
-    task = Task(id="g", prompt_id="g", question="how many?", answer="72", details={"solution": solution})
-    (trace,) = demonstrate(ListSource([task], name="g"), environment, gsm8k_expert, count=1)
-    assert [message.content for message in trace.messages[1:]] == [
-        "He sold 48/2 =\n<python> 48/2 </python>",
-        "24.0",
-        "24 clips.\nIn all 48+24 =\n<python> 48+24 </python>",
-        "72",
-        "72.\n<answer> 72 </answer>",
-    ]
-    assert trace.reward == 1.0
+@settings(max_examples=50, deadline=None)
+@given(
+    traces=st.lists(
+        st.builds(
+            Trace,
+            task_id=st.text(),
+            messages=trace_messages.map(tuple),
+            reward=st.floats(allow_nan=False, allow_infinity=False),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_trace_comes_back(tmp_path_factory: pytest.TempPathFactory, traces: list[Trace]) -> None:
+    """Would catch text that breaks the file into other lines."""
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    assert write_traces(path, traces) == len(traces)
+    assert list(read_traces(path)) == traces
 
 
-def test_gsm8k_expert_needs_a_solution() -> None:
-    """Would catch a trace that answers without any work because the solution was lost."""
-    with pytest.raises(ValueError, match="has no solution"):
-        gsm8k_expert(Task(id="g", prompt_id="g", question="q", answer="1"))
+@pytest.mark.parametrize(
+    "arguments", ['{"code": "6 * 7"}', {"code": "6 * 7"}, {"source": "6 * 7"}, {"code": "6 * 7", "timeout": 5}]
+)
+def test_a_converted_trace_plays_in_the_environment(tmp_path: Path, arguments: object) -> None:
+    """Would catch calls in a form that the environment does not run: the policy would imitate what never works."""
+    (trace,) = read_traces(write(tmp_path / "t.jsonl", openai(arguments)))
+    assert trace.messages[1].content == "<python> 6 * 7 </python>"
+    task = Task(id="s/0/t", prompt_id="t", question="6 * 7 ?", answer="42")
+    (again,) = demonstrate(
+        ListSource([task], name="s"),
+        environment,
+        lambda _: ReplayExpert(message.content for message in trace.messages if message.role == "assistant"),
+        count=1,
+    )
+    assert again.messages == trace.messages
+    assert again.reward == trace.reward == 1.0
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"no data sets at {DATA}")
-def test_gsm8k_traces_are_graded_right() -> None:
-    """Would catch a conversion that loses the answer on real data."""
-    source = ListSource(gsm8k_tasks(DATA / "gsm8k"), name="gsm8k", cycle=False)
-    traces = demonstrate(source, environment, gsm8k_expert, count=100, only_right=True)
-    assert len(traces) == 100
-    failed = sum("error" in message.content for trace in traces for message in trace.messages if message.role == "tool")
-    assert failed <= 2
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ('{"code": 3}', 'no argument "code"'),
+        ({"a": "1", "b": "2"}, 'no argument "code"'),
+        ("[1]", "cannot be read"),
+        ("{", "cannot be read"),
+        ("[" * 50_000, "nested too deeply"),
+        ('{"code": "half \\ud800"}', "cannot be read .*lone surrogate"),
+        (None, "cannot be read"),
+    ],
+)
+def test_calls_that_hold_no_code(tmp_path: Path, arguments: object, complaint: str) -> None:
+    """Would catch a call dropped in silence."""
+    path = write(tmp_path / "t.jsonl", "\n" + openai(arguments))
+    with pytest.raises(ValueError, match=rf"t\.jsonl, line 2: .*{complaint}"):
+        list(read_traces(path))
+
+
+def test_traces_are_read_one_by_one(tmp_path: Path) -> None:
+    """Would catch a large file read whole, and a good line lost to a broken one after it."""
+    good = '{"messages": [{"role": "assistant", "content": "x"}]}\n'
+    traces = read_traces(write(tmp_path / "t.jsonl", good * 2 + "broken\n"))
+    assert len(list(islice(traces, 2))) == 2
+    with pytest.raises(ValueError, match="line 3"):
+        next(traces)
+    with pytest.raises(ValueError, match="is not a file"):
+        list(read_traces(tmp_path / "none.jsonl"))

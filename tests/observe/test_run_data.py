@@ -14,7 +14,9 @@ def test_a_resume_voids_what_it_repeats() -> None:
     """Would catch a report that shows the steps of a dead branch beside those that replaced them."""
     rows = [
         {"step": 0, "stage": "eval", "x": 0},
-        {"step": 1, "stage": "sft_1", "x": 1},
+        {"step": 10, "stage": "sft", "x": -1},
+        {"step": 20, "stage": "sft", "x": -2},
+        {"step": 10, "stage": "sft", "x": 1},
         {"step": 1, "stage": "train", "x": 2},
         {"step": 2, "stage": "train", "x": 3},
         {"step": 1, "stage": "eval", "x": 4},

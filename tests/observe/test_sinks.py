@@ -1,6 +1,5 @@
 """Rows arrive at every sink, and a sink that is not installed says so."""
 
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sao.observe.metrics import mean, merge, total
+from sao.observe.metrics import last, merge, total
 from sao.observe.sinks import TensorBoardSink, WandbSink
 
 ROW = {"step": 3, "version": 3, "stage": "train", "actor/loss": np.float32(0.5), "actor/entropy": float("nan")}
@@ -22,12 +21,12 @@ def test_rows_in_tensorboard(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(ROW)
     sink.write(EVAL)
-    sink.write({"step": 10, "stage": "sft_1", "sft/loss": 2.0})
+    sink.write({"step": 10, "stage": "sft", "sft/loss": 2.0})
     sink.close()
     sink.close()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {"actor/loss", "eval/chain/mean", "sft_1/sft/loss"}
+    assert set(events.Tags()["scalars"]) == {"actor/loss", "eval/chain/mean", "sft/loss"}
     (scalar,) = events.Scalars("actor/loss")
     assert (scalar.step, scalar.value) == (3, 0.5)
 
@@ -49,8 +48,8 @@ def test_rows_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SimpleNamespace(
         define_metric=lambda *args, **kwargs: None, log=logged.append, finish=lambda: finished.append(True)
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
-    assert importlib.import_module("wandb").init() is run
+    starts: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: starts.append(given) or run))
     sink = WandbSink(tmp_path, name="run")
     sink.write(ROW)
     sink.write(EVAL)
@@ -59,12 +58,27 @@ def test_rows_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink.close()
     assert logged == [{"step": 3, "actor/loss": 0.5}, {"step": 3, "eval/chain/mean": 0.25}]
     assert finished == [True]
+    assert (starts[0]["name"], starts[0]["dir"]) == ("run", str(tmp_path))
+
+
+def test_a_resumed_run_is_one_run_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a new run in W&B for each resume, or one run for two folders."""
+    starts: list[dict[str, Any]] = []
+    run = SimpleNamespace(define_metric=lambda *args, **kwargs: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: starts.append(given) or run))
+    for name in ("a", "a", "b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        WandbSink(tmp_path / name, name=name)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    WandbSink(tmp_path / "moved", name="a")
+    first, again, other, moved = (start["id"] for start in starts)
+    assert first == again == moved != other
+    assert all(start["resume"] == "allow" for start in starts)
 
 
 def test_metrics_merge_by_their_reduction() -> None:
-    """Would catch a mean over micro-batches that forgets their sizes."""
-    merged = merge([{"a/b": mean(1.0, 1), "a/c": total(2)}, {"a/b": mean(4.0, 3), "a/c": total(5)}])
-    assert merged["a/b"].value == pytest.approx(3.25)
-    assert merged["a/c"].value == 7
+    """Would catch a count that forgets a part, or a state that adds up."""
+    merged = merge([{"a/b": last(1.0), "a/c": total(2)}, {"a/b": last(4.0), "a/c": total(5)}])
+    assert {key: metric.value for key, metric in merged.items()} == {"a/b": 4.0, "a/c": 7.0}
     with pytest.raises(ValueError, match="merged by"):
-        merge([{"a/b": mean(1.0)}, {"a/b": total(1.0)}])
+        merge([{"a/b": last(1.0)}, {"a/b": total(1.0)}])

@@ -10,6 +10,7 @@ from training_toys import make_batch, make_core, weights
 from sao.algorithm.sao import AlgorithmConfig
 from sao.clock import RealClock, VirtualClock, run_virtual
 from sao.training.inline import InlineTrainer, TrainerCost
+from sao.training.value_pretraining import ValuePretrainingConfig
 from sao.training.weights import SnapshotStore, read_snapshot
 from sao.types import Batch
 
@@ -94,7 +95,29 @@ def test_without_a_critic_nothing_is_fitted_or_charged(tmp_path: Path):
     async def main() -> float:
         await trainer.update_actor(Batch(step=1, rollouts=batch.rollouts, advantages=(1.0, -1.0)), version=1, parent=0)
         await trainer.update_critic()
+        assert await trainer.fit_values(batch.rollouts) == {}
         return clock.now()
 
     assert run_virtual(main()) == 0
-    assert run_virtual(trainer.fit_values(batch.rollouts)) == {}
+
+
+@pytest.mark.parametrize(("fit", "updates", "passes"), [({"epochs": 3}, 6, 3.0), ({"steps": 5}, 5, 2.5)])
+def test_value_pretraining_costs_all_its_updates(tmp_path: Path, fit: dict[str, int], updates: int, passes: float):
+    """Pretraining whose epochs are free in virtual time."""
+    core = make_core()
+    core.value_pretraining = ValuePretrainingConfig(batch_size=2, held_out_share=0.25, **fit)  # type: ignore[arg-type]
+    cost = TrainerCost(value_token_seconds=0.125, critic_token_seconds=1.0, update_seconds=0.5)
+    seen: list[tuple[int, int]] = []
+    clock = VirtualClock()
+    trainer = InlineTrainer(
+        core, SnapshotStore(tmp_path), clock, cost, lambda done, total, metrics: seen.append((done, total))
+    )
+    rollouts = make_batch(lengths=(8, 8, 8, 8)).rollouts
+
+    async def main() -> float:
+        await trainer.fit_values(rollouts)
+        return clock.now()
+
+    # Three of four prompts are trained on, in two batches an epoch.
+    assert run_virtual(main()) == pytest.approx(0.5 * updates + passes * 24 + 0.125 * 32)
+    assert seen == [(done, updates) for done in range(1, updates + 1)]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from training_toys import make_batch, make_core
 
-from sao.clock import RealClock
+from sao.clock import RealClock, run_virtual
 from sao.observe.metrics import Metric
 from sao.training.core import TrainerCore
 from sao.training.inline import InlineTrainer
-from sao.training.process import ProcessTrainer
+from sao.training.process import ProcessTrainer, unless_silent
 from sao.training.protocol import TrainerError
 from sao.training.weights import SnapshotStore
 
@@ -59,17 +59,22 @@ def test_the_numbers_are_those_of_the_inline_trainer(shared: Shared, tmp_path: P
         fitted = await trainer.fit_values(make_batch(count=8).rollouts)
         snapshots, metrics = [await trainer.publish_initial(0, None)], []
         for step in (1, 2):
+            used_before = _core_seconds(shared.trainer.pid)
             update = await trainer.update_actor(make_batch(step=step, seed=step), version=step, parent=step - 1)
             snapshots.append(update.snapshot)
             report = await trainer.update_critic()
             metrics.append({k: m.value for k, m in report.metrics.items() if k.split("/")[0] in ("actor", "critic")})
         seconds = {key for key in report.metrics if key.startswith(("time/", "memory/", "cpu/"))}
-        return fitted, metrics, [(s.checksum, s.probe_logprobs) for s in snapshots if s is not None], seconds
+        snapshots = [(s.checksum, s.probe_logprobs) for s in snapshots if s is not None]
+        return fitted, metrics, snapshots, seconds, report.metrics["cpu/trainer"].value - used_before
 
-    *here, _ = asyncio.run(play(inline))
-    *there, seconds = asyncio.run(play(shared.trainer))
+    *here, here_seconds, _ = asyncio.run(play(inline))
+    *there, seconds, since_start = asyncio.run(play(shared.trainer))
     assert repr(there) == repr(here)  # by repr, since an undefined explained variance is NaN
     assert {"time/values", "time/actor", "time/publish", "time/critic", "cpu/trainer", "memory/trainer_mb"} <= seconds
+    assert here_seconds == seconds
+    # Counted since the process started: never less than what the system has counted before the step.
+    assert since_start > -2 / os.sysconf("SC_CLK_TCK")
     assert shared.progress[-1][0] == shared.progress[-1][1] == len(shared.progress)
     asyncio.run(shared.trainer.save(str(tmp_path / "c")))
     asyncio.run(shared.trainer.load(str(tmp_path / "c")))
@@ -171,6 +176,32 @@ def test_a_model_that_cannot_be_built_is_named(tmp_path: Path):
     asyncio.run(main())
 
 
+def test_long_work_lives_as_long_as_it_reports(tmp_path: Path):
+    """A healthy value pretraining that dies at the limit of one step; one that hangs and never does."""
+
+    async def work(reports: list[float], ends_at: float) -> str:
+        loop, heard = asyncio.get_running_loop(), 0.0
+
+        def note() -> None:
+            nonlocal heard
+            heard = loop.time()
+
+        reply: asyncio.Future[str] = loop.create_future()
+        for moment in reports:
+            loop.call_at(moment, note)
+        loop.call_at(ends_at, lambda: reply.done() or reply.set_result("done"))
+        try:
+            return await unless_silent(reply, 1.0, "the fit", heard=lambda: heard)
+        except TrainerError as error:
+            return f"{error} at {loop.time()}"
+
+    assert run_virtual(work([0.9, 1.8, 2.7], 3.6)) == "done"
+    assert run_virtual(work([], 0.9)) == "done"
+    silent = "waited 1 s for the fit; if it is only slow, raise trainer.step_timeout_s at "
+    assert run_virtual(work([], 3.6)) == silent + "1.0"
+    assert run_virtual(work([0.5], 3.6)) == silent + "1.5"
+
+
 def _start_and_sleep(folder: str, told: int) -> None:
     trainer = ProcessTrainer(partial(make, folder), threads=1, timeout_s=60)
     deadline = time.monotonic() + 300
@@ -197,6 +228,12 @@ def test_the_child_ends_with_its_parent(tmp_path: Path):
     while time.monotonic() < deadline and _state(child) != "Z":
         time.sleep(0.05)
     assert _state(child) == "Z"
+
+
+def _core_seconds(pid: int) -> float:
+    """What the system has counted for a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _state(pid: int) -> str:

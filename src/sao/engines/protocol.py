@@ -46,6 +46,8 @@ class EngineHealth:
     """Seconds (of the clock) spent computing."""
     probe_gap: float
     """Largest absolute difference between the engine's and the trainer's log-probs on the last probe."""
+    cpu_seconds: float | None = None
+    """Core-seconds of the engine's process since it started; None where it has none of its own, or does not tell."""
 
 
 class Engine(Protocol):

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -102,7 +103,7 @@ class EngineServer:
 
     async def _health(self, number: int) -> None:
         async def fields() -> dict[str, Any]:
-            return asdict(await self._engine.health())
+            return asdict(await self._engine.health()) | {"cpu_seconds": time.process_time()}
 
         await self._reply(number, fields)
 

@@ -77,7 +77,7 @@ def _log_scale(axes: Axes) -> None:
 
 
 def lines(
-    title: str, y: str, keys: Mapping[str, str], *, smoothed: bool = True, percent: bool = False, log: bool = False
+    title: str, y: str, keys: Mapping[str, str], *, percent: bool = False, log: bool = False
 ) -> Callable[[RunData], Figure | None]:
     """A figure of one or several keys over training steps, with a legend where there are several."""
 
@@ -88,7 +88,7 @@ def lines(
             return None
         figure, axes = _axes(title, y=y)
         for index, (label, (steps, values)) in enumerate(found.items()):
-            _line(axes, steps, values, index, label, smoothed=smoothed)
+            _line(axes, steps, values, index, label)
         if log and all((values > 0).all() for _, values in found.values()):
             _log_scale(axes)
         elif percent or all((values >= 0).all() for _, values in found.values()):
@@ -219,7 +219,7 @@ def throughput(run: RunData) -> dict[str, tuple[Series, Series]]:
         steps, counter, clock, per_rollout = run.aligned(key, "time/clock", "rollout/action_tokens")
         seconds = increments(clock)
         tokens = increments(counter) * (per_rollout if key == "loop/trained" else 1.0)
-        # A first row after a resume, or of a log that was cut, has no row before it to count from.
+        # The first step counts from the start of training; a later first row has no row before it to count from.
         valid = (seconds > 0) & (np.diff(steps, prepend=0) == 1)
         if valid.any():
             found[label] = steps[valid], tokens[valid] / seconds[valid]

@@ -142,6 +142,7 @@ def _cost(run: RunData) -> list[tuple[str, str]]:
         rows.append((f"{kind} of training", _number(float(increments(clock).sum()), 1)))
     cores = run.environment.get("core_seconds")
     if not is_number(cores):
+        # No start of the run has ended yet: what its processes said last.
         parts = [run.series(key)[1] for key in ("cpu/trainer", "cpu/engine")]
         cores = sum(float(increments(part).sum()) for part in parts) if any(len(part) for part in parts) else None
     if is_number(cores):

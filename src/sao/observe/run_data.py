@@ -42,26 +42,16 @@ class TokenSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunData:
-    """Everything the report shows."""
+class MetricRows:
+    """What metrics.jsonl says."""
 
-    path: Path
     rows: tuple[Row, ...]
     """Rows of the surviving history: what a resume repeated counts once, in its last form."""
     broken_lines: int
-    state: LogState
-    tokens: TokenSample | None
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The configuration's name, or the folder's."""
-        return str(self.config.get("name") or self.path.name)
 
     def stage(self, stage: str) -> list[Row]:
-        """Rows of a stage, and of its numbered parts ("sft_1")."""
-        return [row for row in self.rows if stage_of(row) == stage]
+        """Rows of a stage, in order of their steps."""
+        return sorted((row for row in self.rows if row.get("stage") == stage), key=lambda row: row["step"])
 
     def series(self, key: str, stage: str = "train") -> tuple[Series, Series]:
         """Steps and values of a key, where there is a finite one."""
@@ -92,52 +82,69 @@ class RunData:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunData(MetricRows):
+    """Everything the report shows."""
+
+    path: Path
+    state: LogState
+    tokens: TokenSample | None
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The configuration's name, or the folder's."""
+        return str(self.config.get("name") or self.path.name)
+
+
 def is_number(value: object) -> bool:
     """Whether a cell of a row holds a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def stage_of(row: Row) -> str:
-    """The stage of a row without the number of its part."""
-    stage, _, number = str(row.get("stage", "")).rpartition("_")
-    return stage if stage and number.isdigit() else str(row.get("stage", ""))
-
-
 def increments(counter: Series) -> Series:
-    """Growth of a counter (N,) from row to row (N,), the first from 0; a counter that fell was restarted at 0."""
+    """Growth of a counter (N,) from row to row (N,), the first from 0, where training began; a counter that fell was
+    restarted at 0."""
     before = np.concatenate([[0.0], counter[:-1]])
     return np.where(counter >= before, counter - before, counter)
 
 
 def surviving(rows: list[Row]) -> tuple[Row, ...]:
-    """Rows without those that a resume made void: a training step that comes again voids it and all later ones, and
-    evaluations of steps from it on; of two rows of another stage with one step the later stands."""
+    """Rows without those that a resume made void: a step of a stage that comes again voids its rows from there on, one
+    of training evaluations from there on too; of two evaluations of one step the later stands."""
     kept: list[Row] = []
-    last_train = -math.inf
+    newest: dict[Any, float] = {}
     for row in rows:
         step, stage = row.get("step"), row.get("stage")
         if not is_number(step):
             continue
         assert isinstance(step, int | float)
-        if stage == "train":
-            if step <= last_train:
-                kept = [old for old in kept if old["stage"] not in ("train", "eval") or old["step"] < step]
-            last_train = step
+        if stage == "eval":
+            kept = [old for old in kept if old.get("stage") != stage or old["step"] != step]
         else:
-            kept = [old for old in kept if old["stage"] != stage or old["step"] != step]
+            if step <= newest.get(stage, -math.inf):
+                void = ("train", "eval") if stage == "train" else (stage,)
+                kept = [old for old in kept if old.get("stage") not in void or old["step"] < step]
+            newest[stage] = step
         kept.append(row)
     return tuple(kept)
+
+
+def read_metrics(path: Path) -> MetricRows:
+    """Read a metrics.jsonl, also where it stands alone. A file that is missing has no rows."""
+    lines = read_json_lines(path)
+    return MetricRows(rows=surviving(list(lines.rows)), broken_lines=lines.broken)
 
 
 def read_run(path: Path | str) -> RunData:
     """Read a run folder, of a run that is alive or dead. Raises ValueError if it is none."""
     folder = RunFolder.open(path)
-    lines = read_json_lines(folder.metrics)
-    state = replay(folder.log)
+    metrics, state = read_metrics(folder.metrics), replay(folder.log)
     return RunData(
         path=folder.path,
-        rows=surviving(list(lines.rows)),
-        broken_lines=lines.broken,
+        rows=metrics.rows,
+        broken_lines=metrics.broken_lines,
         state=state,
         tokens=_sample_tokens(folder.log, state),
         config=_load_toml(folder.config),

@@ -1,6 +1,7 @@
 """Where metrics go besides the run folder: TensorBoard and W&B, where they are asked for."""
 
 import importlib
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +46,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; needs the user's own login, or WANDB_MODE=offline."""
+    """A run of Weights & Biases, the same for every start of a run folder; needs the user's own login, or
+    WANDB_MODE=offline."""
 
     def __init__(
         self, folder: Path, *, name: str, config: Mapping[str, Any] | None = None, project: str = "sao"
@@ -53,7 +55,9 @@ class WandbSink:
         """Raises ValueError if wandb is not installed."""
         _require("wandb", "wandb")
         wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), config=dict(config or {}))
+        self._run: Any = wandb.init(
+            project=project, name=name, dir=str(folder), config=dict(config or {}), id=_run_id(folder), resume="allow"
+        )
         # Evaluations arrive after later training steps, and wandb's own step never goes back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -69,6 +73,15 @@ class WandbSink:
         if self._run is not None:
             self._run.finish()
             self._run = None
+
+
+def _run_id(folder: Path) -> str:
+    """W&B's id of a run folder, kept in it: it moves with the folder, and a new run at its path gets another."""
+    place = folder / "wandb" / "sao_run_id"
+    if not place.is_file():
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(secrets.token_hex(8))
+    return place.read_text()
 
 
 def _require(module: str, extra: str) -> None:

@@ -39,10 +39,9 @@ from sao.training.passes import (
     to_tensor,
 )
 from sao.training.protocol import StepReport, TrainedTokens, TrainerError
+from sao.training.timing import MEGABYTE
 from sao.training.value_pretraining import ValuePretrainingConfig, pretrain_values
 from sao.types import Batch, Rollout
-
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,8 @@ class TrainerConfig:
     threads: int = 1
     """Threads of torch in the trainer's process. A fixed number keeps results the same from run to run."""
     step_timeout_s: float = 3600.0
-    """Longest wait for one half of a step, a checkpoint or value pretraining, when the trainer is its own process."""
+    """Longest wait for one half of a step, a checkpoint, or from one update of value pretraining to the next, when the
+    trainer is its own process."""
 
     def __post_init__(self) -> None:
         positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"

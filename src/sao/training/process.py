@@ -12,13 +12,13 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from sao.clock import WaitTimeoutError, limit
-from sao.observe.metrics import Metric, last
+from sao.observe.metrics import Metric
 from sao.training.checkpoint import load_trainer, save_trainer
 from sao.training.core import TrainerCore
 from sao.training.optimiser import Progress
 from sao.training.protocol import ActorUpdate, StepReport, TrainerError
+from sao.training.timing import StepTimer, process_metrics
 from sao.training.weights import SnapshotStore
 from sao.types import Batch, Rollout, Snapshot
 
@@ -63,7 +63,8 @@ class ProcessTrainer:
     def __init__(
         self, make_core: MakeCore, *, threads: int, timeout_s: float, progress: Progress | None = None
     ) -> None:
-        """`progress` is called on value pretraining's updates, from a thread."""
+        """`timeout_s` bounds a wait for a reply, or for the next progress; `progress` is called on value pretraining's
+        updates, on the loop that waits for it."""
         context = multiprocessing.get_context("spawn")
         self._connection, childs_end = context.Pipe()
         self._process = context.Process(
@@ -71,10 +72,13 @@ class ProcessTrainer:
         )
         self._timeout_s = timeout_s
         self._progress = progress
+        self._heard = 0.0
+        """When the latest progress came, by the loop's time."""
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
         self._started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._end: ValueError | TrainerError | None = None
         # A child inherits the mask: Ctrl-C cannot end it before it has set its own handler.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -132,12 +136,10 @@ class ProcessTrainer:
             if self._end is not None:
                 raise type(self._end)(str(self._end))
             self._waiting[number] = future
+        self._loop = asyncio.get_running_loop()
         self._writer.submit(self._write, (number, method, inputs))
-        try:
-            async with limit(self._timeout_s + (0 if self._started else START_TIMEOUT_S), what):
-                return await asyncio.wrap_future(future)
-        except WaitTimeoutError as error:
-            raise TrainerError(f"{error}; if it is only slow, raise trainer.step_timeout_s") from error
+        limit = self._timeout_s + (0 if self._started else START_TIMEOUT_S)
+        return await unless_silent(asyncio.wrap_future(future), limit, what, heard=lambda: self._heard)
 
     def _write(self, request: tuple[int, str, tuple[object, ...]]) -> None:
         try:
@@ -155,8 +157,9 @@ class ProcessTrainer:
             except (EOFError, OSError, TypeError):  # A connection closed under a read gives a TypeError.
                 break
             if number is None:
-                if self._progress is not None:
-                    self._progress(*answer)
+                with suppress(RuntimeError):  # The loop that asked may have ended.
+                    assert self._loop is not None, "progress without a request"
+                    self._loop.call_soon_threadsafe(self._note, *answer)
             elif number == 0:
                 self._started = answer is None
                 self._end = self._end or (None if answer is None else answer.error())
@@ -168,6 +171,11 @@ class ProcessTrainer:
             numbers = list(self._waiting)
         for number in numbers:
             self._deliver(number, _Failure(text=str(self._end), bad_input=isinstance(self._end, ValueError)))
+
+    def _note(self, done: int, total: int, metrics: dict[str, Metric]) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if self._progress is not None:
+            self._progress(done, total, metrics)
 
     def _deliver(self, number: int, answer: object) -> None:
         with self._lock:
@@ -191,6 +199,21 @@ class ProcessTrainer:
         self._reader.join(STOP_TIMEOUT_S)
         self._writer.shutdown(wait=False)
         self._connection.close()
+
+
+async def unless_silent(reply: asyncio.Future[Any], limit: float, what: str, *, heard: Callable[[], float]) -> Any:
+    """A reply. Raises TrainerError after `limit` seconds without it since the call, or since `heard()` (loop time)."""
+    now = asyncio.get_running_loop().time
+    asked = now()
+    try:
+        while not reply.done():
+            left = max(asked, heard()) + limit - now()
+            if left <= 0:
+                raise TrainerError(f"waited {limit:g} s for {what}; if it is only slow, raise trainer.step_timeout_s")
+            await asyncio.wait({reply}, timeout=left)
+        return reply.result()
+    finally:
+        reply.cancel()
 
 
 def _exit(code: int | None) -> str:
@@ -242,42 +265,29 @@ def _failure(error: Exception) -> _Failure:
 
 
 class _Service:
-    """What the child answers, with the seconds each part took."""
+    """What the child answers."""
 
     def __init__(self, core: TrainerCore, store: SnapshotStore, connection: Connection) -> None:
         self._core, self._store, self._connection = core, store, connection
-        self._metrics: dict[str, Metric] = {}
-        self._cpu_at_start = 0.0
+        self._timer = StepTimer(time.perf_counter)
 
     def publish_initial(self, version: int, parent: int | None) -> Snapshot:
         return self._store.write(self._core.actor, version=version, parent=parent)
 
     def update_actor(self, batch: Batch, version: int, parent: int) -> ActorUpdate:
-        self._cpu_at_start = time.process_time()
-        start = time.perf_counter()
-        self._core.begin(batch)
-        valued = time.perf_counter()
-        skipped = self._core.actor_update()
-        updated = time.perf_counter()
-        snapshot = None if skipped else self.publish_initial(version, parent)
-        self._metrics = {
-            "time/values": last(valued - start),
-            "time/actor": last(updated - valued),
-            "time/publish": last(time.perf_counter() - updated),
-        }
+        with self._timer.part("values"):
+            self._core.begin(batch)
+        with self._timer.part("actor"):
+            skipped = self._core.actor_update()
+        with self._timer.part("publish"):
+            snapshot = None if skipped else self.publish_initial(version, parent)
         return ActorUpdate(snapshot=snapshot, skipped=skipped)
 
     def update_critic(self) -> StepReport:
-        start = time.perf_counter()
-        self._core.critic_update()
-        seconds = time.perf_counter() - start
+        with self._timer.part("critic"):
+            self._core.critic_update()
         report = self._core.report()
-        extra = {
-            "time/critic": last(seconds),
-            "cpu/trainer": last(time.process_time() - self._cpu_at_start),
-            "memory/trainer_mb": last(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000),
-        }
-        metrics = {**report.metrics, **self._metrics, **extra}
+        metrics = {**report.metrics, **self._timer.take(), **process_metrics()}
         return StepReport(step=report.step, metrics=metrics, tokens=report.tokens)
 
     def fit_values(self, rollouts: tuple[Rollout, ...]) -> Mapping[str, Metric]:

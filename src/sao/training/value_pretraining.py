@@ -61,6 +61,17 @@ class ValuePretrainingConfig:
             raise ValueError(f"value_pretraining.held_out_share is {self.held_out_share}; it must be in [0, 1)")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWork:
+    """What value pretraining will do with some rollouts."""
+
+    train: list[Rollout]
+    held_out: list[Rollout]
+    updates: int
+    passes: float
+    """How often each training rollout is seen, on average."""
+
+
 @dataclass(kw_only=True, eq=False)
 class _Part:
     """Some rollouts as arrays, with their Monte-Carlo returns; tensors (B, T)."""
@@ -85,16 +96,9 @@ def pretrain_values(
     Untrainable rollouts are left out. Prompts are split, not rollouts, so that no held-out prompt was trained on. The
     critic's own freezing is as before afterwards. Raises ValueError if no rollout is left to train on.
     """
-    usable = [rollout for rollout in rollouts if rollout.trainable]
-    train, held_out = split_by_prompt(usable, share=config.held_out_share, seed=seed)
-    if not train:
-        raise ValueError(
-            f"value pretraining has nothing to train on: of {len(rollouts)} rollouts {len(usable)} can be trained on, "
-            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower held_out_share"
-        )
+    work = planned_work(rollouts, config=config, seed=seed)
+    train, held_out, num_steps = work.train, work.held_out, work.updates
     monte_carlo = replace(algorithm, lambda_critic=1.0, bootstrap_truncated=False, value_clip=None)
-    per_epoch = math.ceil(len(train) / config.batch_size)
-    num_steps = config.steps or config.epochs * per_epoch
     frozen_before = critic.freeze
     critic.set_freeze(config.freeze)
     try:
@@ -115,6 +119,20 @@ def pretrain_values(
         return metrics | _measure(critic, train, held_out, config, monte_carlo)
     finally:
         critic.set_freeze(frozen_before)
+
+
+def planned_work(rollouts: Sequence[Rollout], *, config: ValuePretrainingConfig, seed: int) -> PlannedWork:
+    """How the rollouts are split, and how often they are seen. Raises ValueError if none is left to train on."""
+    usable = [rollout for rollout in rollouts if rollout.trainable]
+    train, held_out = split_by_prompt(usable, share=config.held_out_share, seed=seed)
+    if not train:
+        raise ValueError(
+            f"value pretraining has nothing to train on: of {len(rollouts)} rollouts {len(usable)} can be trained on, "
+            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower held_out_share"
+        )
+    per_epoch = math.ceil(len(train) / config.batch_size)
+    updates = config.steps or config.epochs * per_epoch
+    return PlannedWork(train=train, held_out=held_out, updates=updates, passes=updates / per_epoch)
 
 
 def split_by_prompt(rollouts: Sequence[Rollout], *, share: float, seed: int) -> tuple[list[Rollout], list[Rollout]]:

@@ -1,0 +1,55 @@
+"""The table over seeds, from what an experiment keeps of its runs."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "run_seeds.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_seeds", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def keep(folder: Path, means: list[float], variance: float | None = None) -> None:
+    """Results of a seed with an evaluation every ten steps."""
+    folder.mkdir(parents=True)
+    rows: list[dict[str, object]] = [
+        {"step": 10 * index, "stage": "eval"}
+        | {f"eval/overall/{name}": mean + shift for name, shift in (("mean", 0.0), ("low", -0.1), ("high", 0.1))}
+        for index, mean in enumerate(means)
+    ]
+    if variance is not None:
+        rows.append(
+            {"step": 0, "stage": "value_pretraining", "value_pretraining/explained_variance_held_out": variance}
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "environment.json").write_text('{"seconds": 60.4, "core_seconds": 90.0}')
+
+
+def test_the_table_over_seeds(script: ModuleType, tmp_path: Path) -> None:
+    """Would catch a summary that fails on a run with one evaluation or none, or that puts seed 10 before seed 2."""
+    keep(tmp_path / "seed-10", [0.4, 0.5, 0.75], variance=0.25)
+    keep(tmp_path / "seed-2", [0.5, 0.75])
+    keep(tmp_path / "seed-3", [0.5])
+    keep(tmp_path / "seed-4", [])
+    keep(tmp_path / "seed-5.partial", [0.0, 1.0])
+    text = script.summarise(tmp_path, "cmd")
+    assert [line for line in text.splitlines() if line.startswith("| ") and "seed" not in line] == [
+        "| 2 | 0.500 | 0.750 | +0.250 |  | 60 | 90 |",
+        "| 3 | 0.500 | 0.500 |  |  | 60 | 90 |",
+        "| 4 |  |  |  |  | 60 | 90 |",
+        "| 10 | 0.400 | 0.750 | +0.350 | 0.250 | 60 | 90 |",
+    ]
+    assert "Gain over 2 seeds: +0.300" in text
+    script.draw(tmp_path)
+    assert (tmp_path / "evaluation.png").is_file()

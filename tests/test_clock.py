@@ -165,6 +165,17 @@ def test_the_real_clock_starts_at_zero_and_keeps_outside_calls_off_the_loop() ->
     asyncio.run(run())
 
 
+def test_outside_calls_do_not_wait_for_one_another() -> None:
+    """Catches asyncio's own threads, six on two cores: tools that hang hold up all others, at those others' cost."""
+    meeting = threading.Barrier(100)
+
+    async def main() -> None:
+        clock = RealClock()
+        await asyncio.gather(*(clock.external(lambda: meeting.wait(60), cost=0.0) for _ in range(100)))
+
+    asyncio.run(main())
+
+
 def test_a_limit_names_what_was_waited_for() -> None:
     """Catches `TimeoutError` without a word, from which nobody learns what hung."""
 

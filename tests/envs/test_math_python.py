@@ -1,6 +1,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
@@ -12,6 +13,8 @@ from sao.envs.protocol import ToolResult, WorldError
 from sao.envs.restricted import RestrictedTool
 from sao.envs.traces import Trace
 from sao.types import Message, Task
+
+T = TypeVar("T")
 
 TASK = Task(id="t/0", prompt_id="t", question="b = 7 + 3 ; c = b * 2 ; c ?", answer="20")
 
@@ -214,3 +217,36 @@ def test_bad_latency() -> None:
     """Would catch a negative wait."""
     with pytest.raises(ValueError, match="median_s is -1"):
         ToolLatency(median_s=-1.0)
+
+
+class HandClock(RealClock):
+    """Real, but its hands are moved; an outside call waits 100 s for its thread and 10 s for its result's way back."""
+
+    seconds: float = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        self.seconds += 100.0
+        result = work()
+        self.seconds += 10.0
+        return result
+
+
+def test_only_the_time_in_the_tool_is_the_policys() -> None:
+    """Catches a wait for a free thread that is charged to the policy, whose rollout then times out by its own fault."""
+    clock = HandClock()
+
+    class SlowTool(RestrictedTool):
+        def run(self, code: str) -> ToolResult:
+            clock.seconds += 3.0
+            return super().run(code)
+
+    environment = MathPythonEnvironment(SlowTool, ExactGrader(), clock, MathPythonConfig())
+
+    async def episode() -> float:
+        await environment.reset(TASK)
+        return (await environment.step(Message(role="assistant", content="<python> 1 + 1 </python>"))).tool_seconds
+
+    assert asyncio.run(episode()) == 3.0

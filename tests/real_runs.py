@@ -16,7 +16,7 @@ from sao.store.run_folder import RunFolder
 MARKS = {
     "engine": "sao.engines.serve",
     "trainer": "multiprocessing.spawn",
-    "worker": "sao.rollout.process",
+    "worker": "sao.rollout.serve",
 }
 """What the command line of each kind of child holds."""
 

@@ -152,3 +152,5 @@ class Parts:
     """Write one row: step, version, stage, metrics."""
     prune: Callable[[set[int]], None]
     """Delete snapshots except these versions."""
+    worker_restarts: Callable[[], int] = lambda: 0
+    """Rollout processes that were lost and replaced."""

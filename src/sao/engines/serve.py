@@ -1,7 +1,7 @@
 """The engine's half of an engine in a process of its own; started by `ProcessEngine` as `python -m sao.engines.serve`.
 
-It dies with its parent: standard input is a pipe that the parent holds open, and its end means the end. An interrupt
-from the terminal is the parent's to handle, so it is ignored here.
+It dies with its parent: standard input is a pipe that the parent holds open, and its end means the end. Interrupts and
+requests to end are the parent's to handle, so they are ignored here.
 """
 
 import asyncio
@@ -158,6 +158,7 @@ def _end_with_parent(folder: Path, parent: int) -> None:
 def main() -> None:
     """Serve until the parent ends. Takes the private folder and the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True).start()
     try:

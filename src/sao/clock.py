@@ -213,6 +213,20 @@ async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def unless_failed(goal: Coroutine[Any, Any, T], guard: Coroutine[Any, Any, Any]) -> T:
+    """Await `goal`; if `guard` fails first, cancel it and raise that error."""
+    working, guarding = asyncio.ensure_future(goal), asyncio.ensure_future(guard)
+    try:
+        await asyncio.wait({working, guarding}, return_when=asyncio.FIRST_COMPLETED)
+        if guarding.done() and not working.done():
+            guarding.result()
+        return await working
+    finally:
+        working.cancel()
+        guarding.cancel()
+        await asyncio.gather(working, guarding, return_exceptions=True)
+
+
 class Signal:
     """Wakes whoever waits for a condition on shared state; `notify` after every change of that state."""
 

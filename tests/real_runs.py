@@ -87,7 +87,7 @@ def finish(path: Path) -> int:
     return steps
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
     """Poll; fails the test when it takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():

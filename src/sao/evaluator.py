@@ -61,14 +61,17 @@ class Evaluator:
                 seed=config.seed,
                 on_progress=lambda done, total: self._progress(f"evaluation at step {step}", done, total),
             )
-            metrics = (await unless_failed(work, self._supervise())).metrics(config)
+            result = await unless_failed(work, self._supervise())
+            if any(outcome.reward is None for outcome in result.outcomes):
+                # With the engine gone everything fails at once, before anybody looks after it.
+                await self._engine_lives()
             complete = True
         except (EngineError, WaitTimeoutError) as error:
             raise EvaluationLostError(f"its engine failed: {error}") from error
         finally:
             if not complete:
                 await self.stop()
-        return metrics
+        return result.metrics(config)
 
     async def stop(self) -> None:
         """Release engine and worker. Safe to call twice."""
@@ -85,11 +88,16 @@ class Evaluator:
         """Takes nothing; raises when the engine is gone or silent. Idle in virtual time."""
         if self._clock.virtual:
             await asyncio.get_running_loop().create_future()
-        loop = self._config.loop
         while True:
-            await self._clock.sleep(loop.supervise_every_s)
-            assert self._engine is not None
-            async with limit(loop.engine_timeout_s, "the evaluation engine's health (loop.engine_timeout_s)"):
+            await self._clock.sleep(self._config.loop.supervise_every_s)
+            await self._engine_lives()
+
+    async def _engine_lives(self) -> None:
+        """Raises EngineError or WaitTimeoutError if the engine is gone or silent."""
+        assert self._engine is not None
+        if not self._clock.virtual:
+            seconds = self._config.loop.engine_timeout_s
+            async with limit(seconds, "the evaluation engine's health (loop.engine_timeout_s)"):
                 await self._engine.health()
 
     async def _ready(self, snapshot: Snapshot) -> RolloutWorker:

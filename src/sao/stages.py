@@ -235,12 +235,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         engine = await make_engine(config, clock, snapshot)
         stack.push_async_callback(engine.stop)
         worker, world = await make_worker(
-            config,
-            clock,
-            engine,
-            prepared.tokenizer,
-            purpose="training",
-            on_restart=lambda reason: folder.write_event(f"{reason}; it is replaced"),
+            config, clock, engine, prepared.tokenizer, purpose="training", on_restart=folder.write_event
         )
         stack.push_async_callback(worker.stop)
         if world is not None:
@@ -278,13 +273,18 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             worker_restarts=lambda: worker_restarts(worker),
         )
         orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
-        if threading.current_thread() is threading.main_thread():
-            interrupt = _interrupt(orchestrator, prepared.reporter)
-            for stop in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(stop, interrupt)
-        outcome = await orchestrator.run()
-        folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
-        return outcome
+        return await _drive(orchestrator, prepared)
+
+
+async def _drive(orchestrator: Orchestrator, prepared: Prepared) -> Outcome:
+    """Run the loop; Ctrl-C and SIGTERM stop it."""
+    if threading.current_thread() is threading.main_thread():
+        interrupt = _interrupt(orchestrator, prepared.reporter)
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(stop, interrupt)
+    outcome = await orchestrator.run()
+    prepared.folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
+    return outcome
 
 
 def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], None]:

@@ -197,7 +197,7 @@ def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: Path) 
             assert (rollout.failure, rollout.stop_reason) == (FailureKind.INFRASTRUCTURE, StopReason.ERROR)
             assert f"process {first} ended with exit code -9" in rollout.failure_text
         await until(lambda: bool(far.pids))
-        assert (far.restarts, told) == (1, [f"rollout process {first} ended with exit code -9"])
+        assert (far.restarts, told) == (1, [f"rollout process {first} ended with exit code -9; it is replaced"])
         os.kill(far.pids[0], signal.SIGKILL)
         await until(lambda: not far.pids)
         lost = await play(far, 0)

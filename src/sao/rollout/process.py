@@ -164,7 +164,7 @@ class ProcessWorkers:
         try:
             self._last_death = await child.bury()
             while not self._stopped and self._may_restart():
-                self._on_restart(self._last_death)
+                self._on_restart(f"{self._last_death}; it is replaced")
                 try:
                     return await self._start_child()
                 except WorkerStartError as error:

@@ -323,27 +323,33 @@ async def play_all(
     ended: list[Rollout] = []
     queue = iter(tasks)
 
+    async def attempts(task: Task) -> Rollout:
+        attempt = 0
+        while True:
+            rollout = await worker.run(task, group_id=task.id, attempt=attempt, seed=seed_of(task, attempt))
+            failed, again = rollout.failure is FailureKind.INFRASTRUCTURE, attempt < config.max_retries
+            accounts.attempt(failed=failed, retry=attempt > 0)
+            if not failed:
+                log.append(Finished(rollout=rollout, position=position + accounts.counts()["finished"]))
+                accounts.add("finished")
+                return rollout
+            log.append(
+                AttemptEnded(
+                    rollout_id=rollout.id,
+                    failure=rollout.failure,
+                    failure_text=rollout.failure_text,
+                    retried=again,
+                    rollout=rollout,
+                )
+            )
+            _check_failures(accounts, config, rollout)
+            if not again:
+                return rollout
+            attempt += 1
+
     async def play() -> None:
         for task in queue:
-            for attempt in range(config.max_retries + 1):
-                rollout = await worker.run(task, group_id=task.id, attempt=attempt, seed=seed_of(task, attempt))
-                failed = rollout.failure is FailureKind.INFRASTRUCTURE
-                accounts.attempt(failed=failed, retry=attempt > 0)
-                if not failed:
-                    log.append(Finished(rollout=rollout, position=position + accounts.counts()["finished"]))
-                    accounts.add("finished")
-                    break
-                log.append(
-                    AttemptEnded(
-                        rollout_id=rollout.id,
-                        failure=rollout.failure,
-                        failure_text=rollout.failure_text,
-                        retried=attempt < config.max_retries,
-                        rollout=rollout,
-                    )
-                )
-                _check_failures(accounts, config, rollout)
-            ended.append(rollout)
+            ended.append(await attempts(task))
             on_end(len(ended))
 
     await gather_or_cancel(*(play() for _ in range(min(config.concurrency, len(tasks)))))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -292,6 +292,7 @@ def test_configuration_is_checked_at_the_edge() -> None:
         TypeAdapter(SandboxConfig).validate_python({"timeout_s": "soon"})
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
 def test_capture_keeps_both_ends(pieces: list[bytes], half: int) -> None:
     """Catches an off-by-one at the cut: what is kept is exactly the first and the last half."""

@@ -16,7 +16,7 @@ from sao.store.run_folder import RunFolder
 MARKS = {
     "engine": "sao.engines.serve",
     "trainer": "multiprocessing.spawn",
-    "worker": "sao.rollout.process",
+    "worker": "sao.rollout.serve",
 }
 """What the command line of each kind of child holds."""
 
@@ -87,7 +87,7 @@ def finish(path: Path) -> int:
     return steps
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
     """Poll; fails the test when it takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():

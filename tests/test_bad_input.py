@@ -331,9 +331,10 @@ def begin(path: Path, actions: dict[int, Callable[[], None]], *overrides: str) -
         return run_stages(config, folder, AtStep(actions))
 
 
-def test_the_first_ctrl_c_commits_the_step_under_way(tmp_path: Path) -> None:
-    """Catches Ctrl-C that loses steps, in virtual time too."""
-    outcome = begin(tmp_path / "run", {6: interrupt})
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_commits_the_step_under_way(how: signal.Signals, tmp_path: Path) -> None:
+    """Catches Ctrl-C, or a scheduler's SIGTERM, that loses steps, in virtual time too."""
+    outcome = begin(tmp_path / "run", {6: lambda: signal.raise_signal(how)})
     assert outcome is not None
     assert outcome.reason == "stopped"
     checkpoint = RunFolder.open(tmp_path / "run").latest_checkpoint()
@@ -353,13 +354,14 @@ def test_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     check_history(tmp_path / "run", steps=finish(tmp_path / "run"))
 
 
-def test_ctrl_c_before_training_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_before_training_says_how_to_go_on(how: signal.Signals, tmp_path: Path) -> None:
     """Catches exit code 1, a trace, or silence, while a run is still being prepared."""
     config = small_toml(tmp_path, "value_pretraining.rollouts=6")
     run = tmp_path / "run"
 
     def at_rollouts(self: object, stage: str, done: int, total: int, note: str = "") -> None:
-        interrupt()
+        signal.raise_signal(how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sao.progress.ConsoleReporter.progress", at_rollouts)
@@ -369,3 +371,19 @@ def test_ctrl_c_before_training_says_how_to_go_on(tmp_path: Path) -> None:
     result = sao("resume", run)
     assert result.code == 0, result
     check_history(run, steps=4)
+
+
+def test_a_fault_leaves_its_trace_in_the_run_folder(tmp_path: Path) -> None:
+    """Catches a fault of this program that is one line for the user and nothing for who is to repair it."""
+    run = tmp_path / "run"
+
+    def broken(*_: object) -> None:
+        raise ValueError("a number is not a number")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sao.stages.Orchestrator.run", broken)
+        said = refused("train", small_toml(tmp_path), "--folder", run)
+    assert "a number is not a number" in said
+    events = (run / "events.log").read_text()
+    assert "Traceback" in events
+    assert "in broken" in events

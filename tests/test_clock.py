@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.clock import RealClock, Signal, VirtualClock, WaitTimeoutError, gather_or_cancel, limit, run_virtual
+from sao.clock import (
+    RealClock,
+    Signal,
+    VirtualClock,
+    WaitTimeoutError,
+    gather_or_cancel,
+    limit,
+    run_virtual,
+    unless_failed,
+)
 
 
 async def wake_all(delays: list[float], *, staggered: bool = False) -> list[tuple[float, int]]:
@@ -163,6 +172,41 @@ def test_the_real_clock_starts_at_zero_and_keeps_outside_calls_off_the_loop() ->
         assert 0 < clock.now() < 5, "compute is not charged in real time"
 
     asyncio.run(run())
+
+
+def test_a_guard_that_fails_ends_what_it_guards() -> None:
+    """Catches work that goes on, or that is waited for, with the engine it needs gone; and a guard that outlives it."""
+    cancelled: list[str] = []
+
+    async def wait(name: str, seconds: float, error: Exception | None = None) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+        if error is not None:
+            raise error
+        return name
+
+    assert run_virtual(unless_failed(wait("work", 5.0), wait("guard", 1e6))) == "work"
+    assert cancelled == ["guard"]
+    with pytest.raises(ValueError, match="gone"):
+        run_virtual(unless_failed(wait("work", 1e6), wait("guard", 5.0, ValueError("gone"))))
+    assert cancelled == ["guard", "work"]
+    with pytest.raises(ValueError, match="broken"):
+        run_virtual(unless_failed(wait("work", 1.0, ValueError("broken")), wait("guard", 5.0)))
+    assert run_virtual(unless_failed(wait("work", 5.0), wait("guard", 1.0))) == "work"
+
+
+def test_outside_calls_do_not_wait_for_one_another() -> None:
+    """Catches asyncio's own threads, six on two cores: tools that hang hold up all others, at those others' cost."""
+    meeting = threading.Barrier(100)
+
+    async def main() -> None:
+        clock = RealClock()
+        await asyncio.gather(*(clock.external(lambda: meeting.wait(60), cost=0.0) for _ in range(100)))
+
+    asyncio.run(main())
 
 
 def test_a_limit_names_what_was_waited_for() -> None:

@@ -5,10 +5,11 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from processes import is_running
 from real_runs import begun, child, children, finish, go_on, wait_for
 from test_runs import check_history
 
@@ -40,16 +41,14 @@ def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_pa
         seen.extend(child("worker"))
         kill("worker")
 
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"connection to the engine .* broke \(process \d+ ended with -9\)"):
         go_on(path, config, {2: kill_worker, 12: lambda: (seen.extend(child("worker")), kill("engine"))})
-    assert time.monotonic() - began < 600
     assert len(set(seen)) == 2, "the worker was not replaced"
     failures = records(path, AttemptEnded)
     assert failures, "the episodes of the dead worker were not counted"
     assert all(failure.retried and "ended with exit code -9" in failure.failure_text for failure in failures)
     assert not records(path, Dropped), "tasks were lost with a process"
-    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end", 10)
+    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end")
     check_history(path, steps=finish(path))
 
 
@@ -59,7 +58,7 @@ def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
     config = begun(path)
     with pytest.raises(TrainerError, match=r"the trainer process ended: killed by SIGKILL; .* out of memory"):
         go_on(path, config, {3: lambda: kill("trainer")})
-    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end", 10)
+    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end")
     check_history(path, steps=finish(path))
 
 
@@ -93,8 +92,8 @@ def kill_nine(path: Path) -> None:
     process = start(path)
     pids = children(process.pid)
     process.kill()
-    process.communicate(timeout=60)
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the orphans to end", 30)
+    process.communicate(timeout=300)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "the orphans to end")
 
 
 def fill_the_disk(path: Path) -> None:
@@ -102,7 +101,7 @@ def fill_the_disk(path: Path) -> None:
     process = start(path)
     size = max(file.stat().st_size for file in (path / "log").iterdir())
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 2, said
     assert "cannot write the rollout log" in said
     assert "File too large" in said
@@ -111,11 +110,20 @@ def fill_the_disk(path: Path) -> None:
 
 
 def press_ctrl_c(path: Path) -> None:
-    """As a terminal sends it: to the children too."""
+    """As a terminal sends it: to the group."""
+    stop(path, lambda process, pids: os.killpg(process.pid, signal.SIGINT))
+
+
+def ask_to_end(path: Path) -> None:
+    """As a scheduler does: every process of the run."""
+    stop(path, lambda process, pids: [os.kill(pid, signal.SIGTERM) for pid in (*pids, process.pid)])
+
+
+def stop(path: Path, ask: Callable[["subprocess.Popen[str]", Iterable[int]], object]) -> None:
     process = start(path)
     pids = children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    told, said = process.communicate(timeout=60)
+    ask(process, pids)
+    told, said = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert f"go on with: sao resume {path}" in told
     assert "Traceback" not in said
@@ -123,14 +131,14 @@ def press_ctrl_c(path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.manifest.step == records(path, Trained)[-1].step, "the step under way was not committed"
     assert (path / "report" / "report.md").is_file()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the children to end", 10)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "the children to end")
 
 
 def test_a_run_killed_out_of_disk_and_interrupted_goes_on_and_loses_nothing(tmp_path: Path) -> None:
     """Catches state that lives only in memory, a full disk that hides itself, and Ctrl-C that leaves half a step."""
     path = tmp_path / "run"
     begun(path)
-    for strike in (kill_nine, fill_the_disk, press_ctrl_c):
+    for strike in (kill_nine, fill_the_disk, press_ctrl_c, ask_to_end):
         before = finished(path)
         strike(path)
         assert before <= finished(path)

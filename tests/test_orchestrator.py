@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.engines.protocol import EngineHealth
-from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
+from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metrics
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import Baseline, CriticBaseline, RunningMeanBaseline
@@ -153,6 +154,11 @@ async def run_loop(
     baseline: Baseline | None = None,
     worker: type[TimedWorker] = TimedWorker,
     evaluations: list[int] | None = None,
+    evaluate: Callable[[Snapshot, int, bool], Awaitable[Metrics]] | None = None,
+    ends_differ: bool = False,
+    notes: list[str] | None = None,
+    stop_after: float | None = None,
+    pruned: list[set[int]] | None = None,
     clock: Clock | None = None,
 ) -> Setting:
     clock = clock or VirtualClock()
@@ -165,7 +171,7 @@ async def run_loop(
     async def commit(manifest: Manifest) -> None:
         setting.commits.append(manifest)
 
-    async def evaluate(snapshot: Snapshot, step: int) -> Metrics:
+    async def evaluate_at_once(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
         assert evaluations is not None
         evaluations.append(step)
         return {}
@@ -179,14 +185,19 @@ async def run_loop(
         baseline=baseline or CriticBaseline(),
         log=setting.log,
         commit=commit,
-        evaluate=None if evaluations is None else evaluate,
+        evaluate=evaluate or (None if evaluations is None else evaluate_at_once),
         evaluate_every=2,
         emit=lambda step, version, stage, metrics: setting.rows.append(
             (step, version, stage, {key: metric.value for key, metric in metrics.items()})
         ),
-        prune=lambda versions: None,
+        prune=([] if pruned is None else pruned).append,
+        ends_differ=ends_differ,
+        note=([] if notes is None else notes).append,
     )
-    setting.outcome = await Orchestrator(parts, config, start or Start(), START, seed=0).run()
+    orchestrator = Orchestrator(parts, config, start or Start(), START, seed=0)
+    if stop_after is not None:
+        asyncio.get_running_loop().call_later(stop_after, orchestrator.stop)
+    setting.outcome = await orchestrator.run()
     return setting
 
 
@@ -298,6 +309,9 @@ def test_infrastructure_failures_are_retried_and_counted_never_trained():
     failed = {record.rollout_id for record in setting.log.of(AttemptEnded)}
     assert failed
     assert not failed & set(setting.trainer.consumed)
+    attempts = setting.log.of(AttemptEnded)
+    assert all(attempt.rollout is not None and attempt.rollout.id == attempt.rollout_id for attempt in attempts)
+    assert any(attempt.rollout.sequences for attempt in attempts), "their tokens are lost"
 
 
 def test_a_finite_source_ends_with_a_stated_partial_batch():
@@ -420,6 +434,107 @@ def test_every_evaluation_happens_once():
         asked: list[int] = []
         run_virtual(run_loop(loop_config(steps=5), size=size, evaluations=asked))
         assert asked == expected
+
+
+def test_slow_evaluations_do_not_pile_up():
+    """Catches a queue without bound, each entry with a snapshot on the disk, that the run's end then waits for."""
+    asked: list[tuple[int, bool]] = []
+    notes: list[str] = []
+    pruned: list[set[int]] = []
+
+    async def slowly(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        asked.append((step, at_an_end))
+        await asyncio.sleep(200.0)
+        return {}
+
+    setting = run_virtual(run_loop(loop_config(steps=100), evaluate=slowly, notes=notes, pruned=pruned))
+    steps = [step for step, _ in asked]
+    assert steps[0] == 0
+    assert steps[-1] == 100
+    assert 2 < len(steps) < 10
+    assert [at_an_end for _, at_an_end in asked] == [True, *[False] * (len(steps) - 2), True]
+    # One is due every second step; each was played, or left out and told.
+    assert len(notes) == 51 - len(steps)
+    assert notes[0] == "the evaluation of step 2 is left out: that of step 4 was due before it began"
+    counts = [row[3]["loop/evaluations_lost"] for row in setting.rows if row[2] == "train"]
+    assert 0 < counts[-1] <= len(notes)
+    # The engine's, the trainer's, the one that is evaluated, and the one that waits.
+    assert max(len(versions) for versions in pruned) <= 4
+
+
+@pytest.mark.parametrize("error", [EvaluationLostError("its engine failed"), None])
+def test_an_evaluation_that_is_lost_costs_no_run(error: Exception | None):
+    """Catches a run that ends, or waits for ever, because the evaluation's engine hangs."""
+    notes: list[str] = []
+
+    async def lose(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        if error is None:
+            await asyncio.get_running_loop().create_future()
+        raise error or AssertionError
+
+    config = loop_config(steps=1, batch_size=1, evaluation_timeout_s=0.1)
+    setting = asyncio.run(
+        run_loop(config, evaluate=lose, notes=notes, actor_seconds=0.0, critic_seconds=0.0, clock=RealClock())
+    )
+    assert setting.outcome is not None
+    assert setting.outcome.reason == "steps done"
+    assert [row[2] for row in setting.rows] == ["train"]
+    assert ("its engine failed" if error else "waited 0.1 s for an evaluation") in notes[-1]
+
+
+@pytest.mark.parametrize("stop_after", [20.5, 1000.0])
+def test_a_stop_cancels_an_evaluation(stop_after: float):
+    """Catches Ctrl-C that waits an hour for an evaluation, in the middle of training or after the last step."""
+    cancelled: list[int] = []
+
+    async def slowly(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            cancelled.append(step)
+            raise
+        return {}
+
+    async def timed() -> tuple[Setting, float]:
+        setting = await run_loop(loop_config(steps=50), evaluate=slowly, stop_after=stop_after)
+        return setting, asyncio.get_running_loop().time()
+
+    setting, ended = run_virtual(timed())
+    assert setting.outcome is not None
+    assert setting.outcome.reason == "stopped"
+    assert (setting.outcome.steps == 50) == (stop_after == 1000.0)
+    assert ended < 1010.0
+    assert cancelled == [0]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(8, [(0, True), (2, False), (2, True)]), (12, [(0, True), (2, False), (3, True)])]
+)
+def test_the_evaluation_at_the_end_of_a_source_is_a_last_one(size: int, expected: list[tuple[int, bool]]):
+    """Catches a run whose source ends, with its last evaluation on the few tasks of those between."""
+    asked: list[tuple[int, bool]] = []
+
+    async def evaluate(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        asked.append((step, at_an_end))
+        return {}
+
+    run_virtual(run_loop(loop_config(steps=50), size=size, evaluate=evaluate, ends_differ=True))
+    assert asked == expected
+
+
+def test_ages_are_looked_at_once_a_batch(monkeypatch: pytest.MonkeyPatch):
+    """Catches every ready rollout's ages computed at every notification: quadratic in what is in the system."""
+    looked: list[str] = []
+    over_age = Orchestrator._over_age
+
+    def count(orchestrator: Orchestrator, rollout: Rollout) -> bool:
+        looked.append(rollout.id)
+        return over_age(orchestrator, rollout)
+
+    monkeypatch.setattr(Orchestrator, "_over_age", count)
+    config = loop_config(steps=10, batch_size=20, concurrency=20, over_age="drop", max_age=100, max_batches_ahead=0)
+    setting = run_virtual(run_loop(config))
+    assert looked == setting.trainer.consumed
 
 
 def test_the_collector_is_still_while_a_real_run_lasts():

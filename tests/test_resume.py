@@ -269,6 +269,14 @@ def test_admissions_are_on_record_before_they_are_played_again(run: Run) -> None
     assert {record.attempt for record in records if isinstance(record, Admitted)} == {1}
 
 
+def test_times_of_an_earlier_process_are_not_mixed_with_those_of_this_one(run: Run) -> None:
+    """Catches a rollout admitted after it ended: each process's clock starts at 0."""
+    run.log(published(0, None), admitted("t0", 7000), admitted("t1", 8000))
+    run.commit(0, 0)
+    _, records = run_virtual(restored(run, run.start()))
+    assert [record.clock_seconds for record in records if isinstance(record, Admitted)] == [0.0, 0.0]
+
+
 def damage(folder: Path, number: int) -> None:
     """Flip a byte within frame `number` of the log's only segment."""
     (path,) = segments(folder)

@@ -22,7 +22,7 @@ from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_tokenizer, save_model
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
-from sao.rollout.process import ProcessWorkers, ProcessWorkersConfig
+from sao.rollout.process import ProcessWorkers
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.renderer import ChatRenderer, load_renderer
 from sao.rollout.worker import LocalWorker, Purpose
@@ -105,9 +105,18 @@ async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot) -> En
 
 
 async def make_worker(
-    config: RunConfig, clock: Clock, engine: Engine, tokenizer: Path, *, purpose: Purpose
+    config: RunConfig,
+    clock: Clock,
+    engine: Engine,
+    tokenizer: Path,
+    *,
+    purpose: Purpose,
+    on_restart: Callable[[str], None] = lambda reason: None,
 ) -> tuple[RolloutWorker, World | None]:
-    """Plays episodes: in processes of their own in real time, else on the loop. A world is the caller's to stop."""
+    """Plays episodes: in processes of their own in real time, else on the loop. A world is the caller's to stop.
+
+    `on_restart` is told why a process is replaced.
+    """
     if isinstance(engine, ProcessEngine) and config.worker_processes:
         arguments = (
             config.environment,
@@ -122,14 +131,21 @@ async def make_worker(
             arguments,
             clock,
             config.rollout,
-            ProcessWorkersConfig(processes=config.worker_processes),
+            config.workers,
+            processes=config.worker_processes,
             purpose=purpose,
+            on_restart=on_restart,
         )
         await workers.start()
         return workers, None
     world = make_world(config.environment, config.tasks, clock, seed=config.seed)
     renderer = make_renderer(config, tokenizer)
     return LocalWorker(world.make_environment, engine, renderer, clock, config.rollout, purpose=purpose), world
+
+
+def worker_restarts(worker: RolloutWorker) -> int:
+    """Processes of a worker that were replaced; 0 for one without."""
+    return worker.restarts if isinstance(worker, ProcessWorkers) else 0
 
 
 def make_sinks(config: RunConfig, folder: Path) -> tuple[MetricsSink, ...]:

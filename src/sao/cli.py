@@ -1,12 +1,18 @@
-"""The command `sao`."""
+"""The command `sao`: reinforcement learning of language model agents.
+
+Ctrl-C, or SIGTERM, stops a run after the step under way, to be resumed; a second one stops it at once. With
+SAO_TRACEBACK=1 in the environment an error shows where it came from; events.log in the run folder holds that too.
+"""
 
 import errno
 import json
 import os
 import resource
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -162,8 +168,9 @@ def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpo
         _note(folder, "stopped at once")
         console.print(f"stopped; {go_on}")
         raise typer.Exit(130) from None
-    except USER_ERRORS as error:
-        _note(folder, f"ended by an error: {error}")
+    except Exception as error:
+        # What reads as a user's error may be a fault of this program.
+        _note(folder, f"ended by an error: {error}", *"".join(traceback.format_exception(error)).splitlines())
         if "sao resume" not in str(error):
             error.add_note(f"once that is repaired, {go_on}")
         raise
@@ -271,10 +278,11 @@ def _policy(what: Path, override: list[str] | None, checkpoint: Path | None, scr
     return policy_of_config(config, scratch)
 
 
-def _note(folder: RunFolder, text: str) -> None:
-    """A line in the run's events, if the disk still takes one."""
+def _note(folder: RunFolder, *lines: str) -> None:
+    """Lines in the run's events, if the disk still takes them."""
     with suppress(OSError):
-        folder.write_event(text)
+        for line in lines:
+            folder.write_event(line)
 
 
 def _count_time(folder: RunFolder, seconds: float) -> None:
@@ -307,6 +315,9 @@ def _message(error: BaseException) -> str:
 def main() -> None:
     """Entry point: user errors as one message and exit code 2, faults of the program with their trace and 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Schedulers and `docker stop` ask so; a run that trains has a handler of its own.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except USER_ERRORS as error:

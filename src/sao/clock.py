@@ -10,12 +10,18 @@ import heapq
 import itertools
 import math
 import selectors
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import Context
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+
+_EXTERNAL_CALLS = 1024
+"""Calls to the outside at once, a thread each, made when first needed: more than the episodes of a process, so that
+none waits in a queue whose time would be charged to a tool."""
 
 
 class WaitTimeoutError(TimeoutError):
@@ -29,7 +35,7 @@ class Clock(Protocol):
     """Whether seconds are made up; wall-clock limits are off then."""
 
     def now(self) -> float:
-        """Seconds since the clock started."""
+        """Seconds since the clock started. May be asked within `external`, to time what runs there."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -46,19 +52,20 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """Wall-clock seconds of the running loop."""
+    """Wall-clock seconds."""
 
     virtual = False
 
     def __init__(self) -> None:
         self._start: float | None = None
+        self._threads = ThreadPoolExecutor(_EXTERNAL_CALLS, thread_name_prefix="sao-external")
 
     def now(self) -> float:
         """Seconds since the first call."""
-        time = asyncio.get_running_loop().time()
+        seconds = time.monotonic()
         if self._start is None:
-            self._start = time
-        return time - self._start
+            self._start = seconds
+        return seconds - self._start
 
     async def sleep(self, seconds: float) -> None:
         """Wait for real."""
@@ -71,8 +78,8 @@ class RealClock:
         return result
 
     async def external(self, work: Callable[[], T], *, cost: float) -> T:
-        """Run `work` in a thread; `cost` is not used."""
-        return await asyncio.to_thread(work)
+        """Run `work` in a thread of its own; `cost` is not used."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class VirtualClock:
@@ -204,6 +211,20 @@ async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_failed(goal: Coroutine[Any, Any, T], guard: Coroutine[Any, Any, Any]) -> T:
+    """Await `goal`; if `guard` fails first, cancel it and raise that error."""
+    working, guarding = asyncio.ensure_future(goal), asyncio.ensure_future(guard)
+    try:
+        await asyncio.wait({working, guarding}, return_when=asyncio.FIRST_COMPLETED)
+        if guarding.done() and not working.done():
+            guarding.result()
+        return await working
+    finally:
+        working.cancel()
+        guarding.cancel()
+        await asyncio.gather(working, guarding, return_exceptions=True)
 
 
 class Signal:

@@ -32,6 +32,7 @@ from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
+from sao.rollout.process import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
 from sao.store.toml import toml_lines, toml_value
@@ -148,6 +149,8 @@ class RunConfig:
     """The engine that samples tokens."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits of an episode, and its sampling."""
+    workers: ProcessWorkersConfig = field(default_factory=ProcessWorkersConfig)
+    """Patience with the processes that play episodes; how many there are says worker_processes."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     """How many rollouts, how far ahead."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -1,14 +1,16 @@
 """Evaluates pinned weights during training, on an engine and a worker of its own: sampling for training goes on."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 from sao.build import make_engine, make_worker
-from sao.clock import Clock
+from sao.clock import Clock, WaitTimeoutError, limit, unless_failed
 from sao.config import RunConfig
 from sao.engines.protocol import Engine, EngineError
 from sao.envs.select import World, make_source
 from sao.evaluate import evaluate
+from sao.loop import EvaluationLostError
 from sao.observe.metrics import Metrics
 from sao.rollout.protocol import RolloutWorker
 from sao.types import Snapshot, Task
@@ -41,30 +43,62 @@ class Evaluator:
         self._worker: RolloutWorker | None = None
         self._world: World | None = None
 
-    async def __call__(self, snapshot: Snapshot, step: int) -> Metrics:
-        """Play the held-out tasks under these weights. The first and last evaluations take `final_tasks`."""
+    async def __call__(self, snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        """Play the held-out tasks under these weights: `final_tasks` in the first and last evaluation of a run.
+
+        Raises EvaluationLostError if the engine dies or hangs; that costs one evaluation, the next gets a new engine.
+        """
         config = self._config.evaluation
-        ends = step == 0 or step >= self._config.loop.steps
-        tasks = evaluation_tasks(self._config, config.final_tasks if ends and config.final_tasks else config.tasks)
-        worker = await self._ready(snapshot)
-        result = await evaluate(
-            tasks,
-            worker,
-            samples=config.samples,
-            concurrency=self._config.loop.concurrency,
-            seed=config.seed,
-            on_progress=lambda done, total: self._progress(f"evaluation at step {step}", done, total),
-        )
+        tasks = evaluation_tasks(self._config, (at_an_end and config.final_tasks) or config.tasks)
+        complete = False
+        try:
+            worker = await self._ready(snapshot)
+            work = evaluate(
+                tasks,
+                worker,
+                samples=config.samples,
+                concurrency=self._config.loop.concurrency,
+                seed=config.seed,
+                on_progress=lambda done, total: self._progress(f"evaluation at step {step}", done, total),
+            )
+            result = await unless_failed(work, self._supervise())
+            if any(outcome.reward is None for outcome in result.outcomes):
+                # With the engine gone everything fails at once, before anybody looks after it.
+                await self._engine_lives()
+            complete = True
+        except (EngineError, WaitTimeoutError) as error:
+            raise EvaluationLostError(f"its engine failed: {error}") from error
+        finally:
+            if not complete:
+                await self.stop()
         return result.metrics(config)
 
     async def stop(self) -> None:
         """Release engine and worker. Safe to call twice."""
-        if self._worker is not None:
-            await self._worker.stop()
-        if self._engine is not None:
-            await self._engine.stop()
-        if self._world is not None:
-            self._world.stop()
+        engine, worker, world = self._engine, self._worker, self._world
+        self._engine = self._worker = self._world = None
+        if worker is not None:
+            await worker.stop()
+        if engine is not None:
+            await engine.stop()
+        if world is not None:
+            world.stop()
+
+    async def _supervise(self) -> None:
+        """Takes nothing; raises when the engine is gone or silent. Idle in virtual time."""
+        if self._clock.virtual:
+            await asyncio.get_running_loop().create_future()
+        while True:
+            await self._clock.sleep(self._config.loop.supervise_every_s)
+            await self._engine_lives()
+
+    async def _engine_lives(self) -> None:
+        """Raises EngineError or WaitTimeoutError if the engine is gone or silent."""
+        assert self._engine is not None
+        if not self._clock.virtual:
+            seconds = self._config.loop.engine_timeout_s
+            async with limit(seconds, "the evaluation engine's health (loop.engine_timeout_s)"):
+                await self._engine.health()
 
     async def _ready(self, snapshot: Snapshot) -> RolloutWorker:
         if self._engine is not None:
@@ -73,7 +107,6 @@ class Evaluator:
             except EngineError:
                 # An engine that died costs an evaluation, not the run: the next one gets a new engine.
                 await self.stop()
-                self._engine = self._worker = self._world = None
         if self._engine is None:
             self._engine = await make_engine(self._config, self._clock, snapshot)
         if self._worker is None:

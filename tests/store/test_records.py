@@ -83,6 +83,23 @@ def test_scalar_records_come_back_equal(tmp_path: Path) -> None:
         assert type(found) is type(record)
 
 
+def test_a_failed_attempt_keeps_its_tokens_and_older_logs_are_read(tmp_path: Path) -> None:
+    """Would catch tokens of a failed rollout that are promised to people and thrown away, and a log of before."""
+    rollout = make_rollout("t", lengths=(3, 5), seed=1, max_version=4)
+    record = AttemptEnded(
+        rollout_id=rollout.id, failure=FailureKind.INFRASTRUCTURE, failure_text="gone", retried=False, rollout=rollout
+    )
+    found = through_a_file(tmp_path, record)
+    assert isinstance(found, AttemptEnded)
+    assert found.rollout is not None
+    assert_same_rollout(found.rollout, rollout)
+    fields = {"rollout_id": "a@0", "failure": "infrastructure", "failure_text": "gone", "retried": True}
+    older = from_frame(Frame(kind="attempt_ended", fields=fields, arrays={}))
+    assert older == AttemptEnded(
+        rollout_id="a@0", failure=FailureKind.INFRASTRUCTURE, failure_text="gone", retried=True
+    )
+
+
 def test_a_trained_record_keeps_rollouts_and_sequences_apart(tmp_path: Path) -> None:
     """Would catch tokens that slide into the neighbour's sequence, and a NaN value (no critic) that becomes 0."""
 

@@ -81,8 +81,8 @@ class LocalEngine:
         config = config or EngineConfig()
         try:
             model = load_folder(snapshot.location, dtype=DTYPES[config.dtype])
-        except ValueError as error:
-            raise EngineError(f"policy version {snapshot.version}: {error}") from error
+        except Exception as error:
+            raise EngineError(f"policy version {snapshot.version}: {_told(error)}") from error
         engine = cls(model, clock, config, cost, version=snapshot.version)
         engine._probe_gap = engine._prove(snapshot)
         return engine
@@ -280,8 +280,8 @@ class LocalEngine:
                 self._swap = _Swap(snapshot, weights, asyncio.get_running_loop().create_future())
                 self._notify()
                 await self._swap.done
-            except (ValueError, OSError, EngineError) as error:
-                failure = f"policy version {snapshot.version} was not loaded: {error}"
+            except Exception as error:  # whatever a damaged file or torch raises must reach who asked, who would hang
+                failure = f"policy version {snapshot.version} was not loaded: {_told(error)}"
             del self._loads[: len(requests)]
             for _, done in requests:
                 if done.done():
@@ -295,11 +295,11 @@ class LocalEngine:
         """Between two steps: give out what the former version sampled, swap, prove, and go on or go back."""
         self._swap = None
         self._deliver(self._decoder.flush())
-        former = self._decoder.replace_weights(swap.weights)
         probe_cost = self._cost.prefill_token_seconds * len(swap.snapshot.probe_token_ids)
+        former = self._decoder.replace_weights(swap.weights)
         try:
             self._probe_gap = await self._compute(lambda: self._prove(swap.snapshot), probe_cost)
-        except EngineError as error:
+        except Exception as error:  # EngineError, or what torch raises
             self._decoder.replace_weights(former)
             swap.done.set_exception(error)
             return
@@ -339,3 +339,8 @@ class LocalEngine:
         for _, done in self._loads:
             if not done.done():
                 done.set_exception(EngineError(reason))
+
+
+def _told(error: Exception) -> str:
+    """The message, with the type's name where the message was not written for people."""
+    return str(error) if isinstance(error, (ValueError, OSError, EngineError)) else repr(error)

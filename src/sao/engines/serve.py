@@ -1,7 +1,7 @@
 """The engine's half of an engine in a process of its own; started by `ProcessEngine` as `python -m sao.engines.serve`.
 
-It dies with its parent: standard input is a pipe that the parent holds open, and its end means the end. An interrupt
-from the terminal is the parent's to handle, so it is ignored here.
+It dies with its parent: standard input is a pipe that the parent holds open, and its end means the end. Interrupts and
+requests to end are the parent's to handle, so they are ignored here.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class EngineServer:
                 self._sessions.discard(message["session"])
                 self._engine.forget(message["session"])
             case "load":
-                self._spawn(self._load(message["id"], snapshot_from(message["snapshot"])))
+                self._spawn(self._load(message["id"], message["snapshot"]))
             case "health":
                 self._spawn(self._health(message["id"]))
             case unknown:
@@ -78,7 +78,7 @@ class EngineServer:
                 session=message["session"],
                 deliver=lambda chunk: self._deliver(number, chunk),
             )
-        except (ValueError, EngineError) as error:
+        except Exception as error:  # unanswered, the caller would hang
             self._refuse(number, error)
 
     def _deliver(self, number: int, chunk: TokenChunk | EngineError) -> None:
@@ -98,8 +98,8 @@ class EngineServer:
         if chunks:
             self.lines.send({"chunks": chunks})
 
-    async def _load(self, number: int, snapshot: Snapshot) -> None:
-        await self._reply(number, lambda: self._engine.load(snapshot))
+    async def _load(self, number: int, fields: dict[str, Any]) -> None:
+        await self._reply(number, lambda: self._engine.load(snapshot_from(fields)))
 
     async def _health(self, number: int) -> None:
         async def fields() -> dict[str, Any]:
@@ -110,15 +110,16 @@ class EngineServer:
     async def _reply(self, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         try:
             result = await work()
-        except EngineError as error:
-            self._refuse(number, error)
+        except Exception as error:  # unanswered, the caller would wait out its time limit
+            self._refuse(number, error if isinstance(error, EngineError) else EngineError(repr(error)))
         else:
             # Tokens of the former version must not arrive after the word that the next one is loaded.
             self._flush()
             self.lines.send({"id": number, "result": result})
 
     def _refuse(self, number: int, error: Exception) -> None:
-        self.lines.send({"id": number, "error": str(error), "caller": isinstance(error, ValueError)})
+        told = str(error) if isinstance(error, (ValueError, EngineError)) else repr(error)
+        self.lines.send({"id": number, "error": told, "caller": isinstance(error, ValueError)})
 
     def _lost(self) -> None:
         for generation in self._generations.values():
@@ -158,6 +159,7 @@ def _end_with_parent(folder: Path, parent: int) -> None:
 def main() -> None:
     """Serve until the parent ends. Takes the private folder and the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True).start()
     try:

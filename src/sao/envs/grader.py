@@ -43,9 +43,12 @@ class GraderConfig:
     """Address space of one process; sympy itself takes about 150."""
     start_timeout_s: float = 120.0
     """Seconds for a process to start; loading sympy takes one or two on an idle machine."""
+    queue_timeout_s: float = 240.0
+    """Seconds that an answer waits for a free process. Below rollout.step_timeout_s, so that the reason is told."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("workers", 1), ("timeout_s", 0.1), ("memory_mb", 256), ("start_timeout_s", 1.0)):
+        for name, lowest in (("workers", 1), ("timeout_s", 0.1), ("memory_mb", 256), ("start_timeout_s", 1.0),
+                             ("queue_timeout_s", 0.1)):  # fmt: skip
             if not getattr(self, name) >= lowest:
                 raise ValueError(f"grader {name} is {getattr(self, name)}; it must be at least {lowest:g}")
 
@@ -85,7 +88,13 @@ class MathGrader:
             worker.end()
 
     def _compare(self, gold: str, answer: str) -> str:
-        worker = self._idle.get()
+        try:
+            worker = self._idle.get(timeout=self.config.queue_timeout_s)
+        except queue.Empty:
+            raise WorldError(
+                f"waited {self.config.queue_timeout_s:g} s for one of {self.config.workers} grading processes to be "
+                "free; answers come faster than they are graded: raise environment.grader.workers"
+            ) from None
         try:
             if worker is not None and worker.process.poll() is not None:
                 self._discard(worker)

@@ -123,24 +123,28 @@ class MathPythonEnvironment:
             await self._run(tool.stop, cost=0.0)
 
     async def _call_tool(self, task: Task, turn: int, code: str) -> Step:
-        started = self._clock.now()
         latency = self._config.latency.seconds(self._seed, task.id, turn)
         probability = float(task.details.get("tool_error_probability", self._config.tool_error_probability))
         if uniform(self._seed, "tool error", task.id, turn) < probability:
             await self._clock.sleep(latency if self._clock.virtual else 0.0)
-            output = TOOL_ERROR
+            output, seconds = TOOL_ERROR, 0.0
         else:
-            result = await self._run(lambda: self._execute(code), cost=latency)
+            result, seconds = await self._run(lambda: self._execute(code), cost=latency)
             output = result.output if result.output.strip() else NO_OUTPUT
-        if self._config.latency.real_sleep and not self._clock.virtual:
+        if self._clock.virtual:
+            seconds = latency
+        elif self._config.latency.real_sleep:
             await self._clock.sleep(latency)
-        message = Message(role="tool", content=output)
-        return Step(messages=(message,), tool_seconds=self._clock.now() - started)
+            seconds += latency
+        return Step(messages=(Message(role="tool", content=output),), tool_seconds=seconds)
 
-    def _execute(self, code: str) -> ToolResult:
+    def _execute(self, code: str) -> tuple[ToolResult, float]:
+        """Result and seconds, measured where the tool runs: a wait for a thread is not the policy's doing."""
+        started = self._clock.now()
         if self._tool is None:
             self._tool = self._make_tool()
-        return self._tool.run(code)
+        result = self._tool.run(code)
+        return result, self._clock.now() - started
 
 
 def math_python_words() -> tuple[str, ...]:

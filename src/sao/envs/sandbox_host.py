@@ -120,10 +120,7 @@ def _spawn(line: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
 def launch_isolated(config: SandboxConfig) -> Agent:
     """Start an agent under bubblewrap. Raises WorldError saying what is missing."""
-    try:
-        interpreter = bubblewrap.find_interpreter(config.python)
-    except ValueError as error:
-        raise WorldError(str(error)) from error
+    interpreter = _interpreter(config)
     known = _working.get(config.python)
     errors: list[str] = []
     for launcher in [known] if known is not None else bubblewrap.launchers(interpreter):
@@ -135,6 +132,13 @@ def launch_isolated(config: SandboxConfig) -> Agent:
             _working[config.python] = launcher
             return agent
     raise WorldError(bubblewrap.advice(errors))
+
+
+def _interpreter(config: SandboxConfig) -> bubblewrap.Interpreter:
+    try:
+        return bubblewrap.find_interpreter(config.python)
+    except (ValueError, OSError) as error:
+        raise WorldError(str(error)) from error
 
 
 def _launch_with(launcher: bubblewrap.Launcher, interpreter: bubblewrap.Interpreter, config: SandboxConfig) -> Agent:
@@ -165,7 +169,7 @@ def _launch_with(launcher: bubblewrap.Launcher, interpreter: bubblewrap.Interpre
 
 def launch_unprotected(config: SandboxConfig) -> Agent:
     """Start an agent with nothing around it. Raises WorldError."""
-    interpreter = bubblewrap.find_interpreter(config.python)
+    interpreter = _interpreter(config)
     directory = tempfile.mkdtemp(prefix="sao-unprotected-")
     limits = _limits(config, isolated=False, uid=None, directory=directory)
     root = str(Path(sao.__path__[0]).parent)

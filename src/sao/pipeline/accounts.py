@@ -26,6 +26,7 @@ class Accounts:
         "retried",
         "untrainable",
         "skipped_steps",
+        "evaluations_lost",
     )
 
     def __init__(self, counts: Mapping[str, int]) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from sao.clock import RealClock
 from sao.engines.client import EngineClient
 from sao.envs.select import EnvironmentConfig, TasksConfig, make_world
-from sao.rollout.process import WorkerParts
 from sao.rollout.renderer import ToolRole, load_renderer
+from sao.rollout.serve import WorkerParts
 
 
 def worker_parts(

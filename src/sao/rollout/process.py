@@ -3,70 +3,52 @@
     orchestrator --- socket: tasks, cancellations ---> N processes, many episodes each ---> engine's socket
                  <-- socket: rollouts ---------------
 
-A process that dies gives infrastructure failures for its episodes and is replaced, a bounded number of times. When the
-parent dies its end of the socket closes, and the processes end their episodes and go.
+A process that dies, or gives no sign of life for too long, gives infrastructure failures for its episodes and is
+replaced, a bounded number of times an hour. When the parent dies its end of the socket closes, and the processes end
+their episodes and go.
 """
 
 import asyncio
 import contextlib
-import inspect
-import os
 import pickle
-import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sao.clock import Clock, RealClock, Signal, limit
-from sao.engines.protocol import Engine
-from sao.envs.protocol import EnvironmentFactory
-from sao.rollout.protocol import Renderer
-from sao.rollout.worker import LocalWorker, Purpose, RolloutConfig, describe, rollout_id
+from sao.clock import Clock, Signal, limit
+from sao.rollout.serve import BEAT_S, MakeParts, Stream
+from sao.rollout.worker import Purpose, RolloutConfig, describe, rollout_id
 from sao.types import FailureKind, Rollout, StopReason, Task, Timings
 
-_ENTRY = "import sys; sys.path[:] = {path!r}; from sao.rollout.process import main; main({fd})"
-_HEADER_BYTES = 8
-_ORPHAN_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerParts:
-    """What plays episodes, built inside a process."""
-
-    make_environment: EnvironmentFactory
-    engine: Engine
-    renderer: Renderer
-    stop: Callable[[], object] | None = None
-    """Releases what the parts hold (grader pools), when the process ends."""
-
-
-MakeParts = Callable[..., WorkerParts | Awaitable[WorkerParts]]
-"""A function at the top of an importable module; its arguments are picklable. Called on the process's loop."""
+_ENTRY = "import sys; sys.path[:] = {path!r}; from sao.rollout.serve import main; main({fd})"
+_HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessWorkersConfig:
-    """How many processes play episodes, and how patient the run is with them."""
+    """How patient a run is with its rollout processes."""
 
-    processes: int = 1
-    """Each plays many episodes at once; one is enough until its core is full of rendering and tool waits."""
-    max_restarts: int = 3
-    """Dead processes replaced in a run, over all of them. More means that something is wrong for good."""
+    max_restarts_per_hour: int = 6
+    """Lost processes replaced within an hour, over all of them. More means that something is wrong for good."""
+    silent_timeout_s: float = 120.0
+    """Seconds without a sign of life after which a process is replaced: code of an environment blocks its loop, or the
+    system has stopped it. A busy machine delays a sign by a few seconds."""
     start_timeout_s: float = 120.0
     """Seconds until a process must be ready: imports, tokenizer, grader pool."""
     stop_timeout_s: float = 10.0
     """Seconds that episodes get to close their tools when the run ends; then the process is killed."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "start_timeout_s", "stop_timeout_s"):
+        for name in ("silent_timeout_s", "start_timeout_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be above 0")
-        if self.max_restarts < 0:
-            raise ValueError(f"workers.max_restarts is {self.max_restarts}; it must be 0 or above")
+                raise ValueError(f"workers.{name} is {getattr(self, name)}; it must be above 0 seconds")
+        if self.max_restarts_per_hour < 0:
+            raise ValueError(
+                f"workers.max_restarts_per_hour is {self.max_restarts_per_hour}; it must be 0 (none) or above"
+            )
 
 
 class WorkerStartError(RuntimeError):
@@ -84,9 +66,15 @@ class ProcessWorkers:
         rollout: RolloutConfig,
         config: ProcessWorkersConfig,
         *,
+        processes: int = 1,
         purpose: Purpose = "training",
+        on_restart: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Raises ValueError for a virtual clock, sampling that training refuses, and parts that cannot be sent."""
+        """`on_restart` is told why a process is replaced.
+
+        Raises ValueError for a virtual clock, sampling that training refuses, and parts that cannot be sent.
+        """
+        assert processes > 0, "without a process nothing is ever played"
         if clock.virtual:
             raise ValueError("rollout processes have no virtual time; play virtual runs with LocalWorker")
         if purpose == "training":
@@ -99,9 +87,10 @@ class ProcessWorkers:
                 "and plain arguments"
             ) from error
         self._clock = clock
-        self._config = config
+        self._config, self._processes, self._on_restart = config, processes, on_restart
         self._children: list[_Child] = []
         self._restarts = 0
+        self._restarted: deque[float] = deque()
         self._changed = Signal()
         self._watchers: set[asyncio.Task[None]] = set()
         self._starting = 0
@@ -115,14 +104,14 @@ class ProcessWorkers:
 
     @property
     def restarts(self) -> int:
-        """Dead processes that were replaced."""
+        """Lost processes that were replaced, those that then did not start included."""
         return self._restarts
 
     async def start(self) -> None:
         """Start all processes. Raises WorkerStartError with what a process said; then none is left."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._config.processes):
+                for _ in range(self._processes):
                     group.create_task(self._start_child())
         except BaseExceptionGroup as errors:
             await self.stop()
@@ -168,14 +157,14 @@ class ProcessWorkers:
         self._changed.notify()
 
     async def _watch(self, child: "_Child") -> None:
-        """Takes what a process sends until it dies; then replaces it."""
-        await child.read_answers()
+        """Takes what a process sends until it dies or falls silent; then replaces it."""
+        await child.read_answers(self._config.silent_timeout_s)
         self._children.remove(child)
         self._starting += 1  # before anything is waited for, so that nobody takes the gap for the end
         try:
             self._last_death = await child.bury()
-            while not self._stopped and self._restarts < self._config.max_restarts:
-                self._restarts += 1
+            while not self._stopped and self._may_restart():
+                self._on_restart(f"{self._last_death}; it is replaced")
                 try:
                     return await self._start_child()
                 except WorkerStartError as error:
@@ -183,6 +172,17 @@ class ProcessWorkers:
         finally:
             self._starting -= 1
             self._changed.notify()
+
+    def _may_restart(self) -> bool:
+        """Count a restart, if the last hour leaves one."""
+        now = self._clock.now()
+        while self._restarted and self._restarted[0] <= now - _HOUR:
+            self._restarted.popleft()
+        if len(self._restarted) >= self._config.max_restarts_per_hour:
+            return False
+        self._restarted.append(now)
+        self._restarts += 1
+        return True
 
     def _failed(self, task: Task, group_id: str, attempt: int, started: float, text: str) -> Rollout:
         return Rollout(
@@ -207,11 +207,13 @@ class _DiedError(RuntimeError):
 class _Child:
     """The parent's end of one process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, stream: "_Stream") -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stream: Stream) -> None:
         self.waiting: dict[int, asyncio.Future[tuple[Rollout, float]]] = {}
         self._process = process
         self._stream = stream
         self._numbers = 0
+        self._silent_s = 0.0
+        self._fault = ""
 
     @classmethod
     async def start(cls, setup: bytes, timeout_s: float) -> "_Child":
@@ -219,15 +221,19 @@ class _Child:
         ours, theirs = socket.socketpair()
         with theirs:
             # A session of its own, so that Ctrl-C reaches the parent alone, which ends the episodes in order.
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                _ENTRY.format(path=sys.path, fd=theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        child = cls(process, await _Stream.over(ours))
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    _ENTRY.format(path=sys.path, fd=theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            except OSError as error:
+                ours.close()
+                raise WorkerStartError(f"a rollout process could not be started: {error}") from error
+        child = cls(process, await Stream.over(ours))
         try:
             async with limit(timeout_s, f"rollout process {process.pid} to be ready"):
                 child._stream.send_bytes(setup)
@@ -261,26 +267,54 @@ class _Child:
         if self.waiting.pop(number, None) is not None:
             self._stream.send((number,))
 
-    async def read_answers(self) -> None:
-        """Give each rollout to whoever waits for it, until the process is gone."""
-        with contextlib.suppress(EOFError):
+    async def read_answers(self, silent_timeout_s: float) -> None:
+        """Give each rollout to whoever waits for it, until the process is gone, sends nonsense, or is silent."""
+        reading = asyncio.create_task(self._read())
+        try:
+            # Beats are counted, not seconds: a parent that was stopped itself must not take its children for dead.
+            while not reading.done():
+                if self._silent_s >= silent_timeout_s:
+                    self._fault = f"gave no sign of life for {silent_timeout_s:g} s (workers.silent_timeout_s)"
+                    return
+                beat = min(BEAT_S, silent_timeout_s)
+                self._silent_s += beat
+                await asyncio.wait({reading}, timeout=beat)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
             while True:
-                number, rollout, now = await self._stream.receive()
+                message = await self._stream.receive()
+                self._silent_s = 0.0
+                if not message:
+                    continue
+                number, rollout, now = message
                 answer = self.waiting.pop(number, None)
-                if answer is not None and not answer.done():
+                if answer is None or answer.done():
+                    continue
+                if isinstance(rollout, Rollout):
                     answer.set_result((rollout, now))
+                else:
+                    answer.set_exception(_DiedError(f"its rollout could not be sent: {rollout}"))
+        except EOFError:
+            return
+        except Exception as error:  # unpickling raises many kinds, and nobody else would end the process
+            self._fault = f"sent what is no rollout: {describe(error)}"
 
     async def bury(self) -> str:
         """End the process for certain and fail its episodes; returns what became of it."""
         try:
-            await self._ended(1.0)
+            if not self._fault:
+                await self._ended(1.0)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 if self._process.returncode is None:
                     self._process.kill()
         code = await self._process.wait()
         self._stream.close()
-        told = f"rollout process {self.pid} ended with exit code {code}"
+        told = f"rollout process {self.pid} {self._fault or f'ended with exit code {code}'}"
         waiting, self.waiting = self.waiting, {}
         for answer in waiting.values():
             if not answer.done():
@@ -297,97 +331,3 @@ class _Child:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), timeout_s)
         return self._process.returncode is not None
-
-
-class _Stream:
-    """Pickled messages between parent and child, with their length before them. Both ends are our own code."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def over(cls, end: socket.socket) -> "_Stream":
-        return cls(*await asyncio.open_unix_connection(sock=end))
-
-    def send(self, message: object) -> None:
-        self.send_bytes(pickle.dumps(message))
-
-    def send_bytes(self, body: bytes) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(len(body).to_bytes(_HEADER_BYTES, "big"))
-            self._writer.write(body)
-
-    async def receive(self) -> Any:
-        """The next message. Raises EOFError when the other end is gone."""
-        try:
-            header = await self._reader.readexactly(_HEADER_BYTES)
-            return pickle.loads(await self._reader.readexactly(int.from_bytes(header, "big")))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError from error
-
-    def end(self) -> None:
-        """Say that nothing more will be sent."""
-        if not self._writer.is_closing():
-            self._writer.write_eof()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    async def drain(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
-
-
-def main(fd: int) -> None:
-    """Run as a rollout process: episodes come and rollouts go over the socket `fd`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_outlive_briefly, args=(os.getppid(),), daemon=True).start()
-    asyncio.run(_serve(socket.socket(fileno=fd)))
-
-
-def _outlive_briefly(parent: int) -> None:
-    """End a process whose loop hangs in somebody's code when its parent is long dead."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    time.sleep(_ORPHAN_S)
-    os._exit(1)
-
-
-async def _serve(end: socket.socket) -> None:
-    stream = await _Stream.over(end)
-    try:
-        make_parts, arguments, config, purpose = await stream.receive()
-        made = make_parts(*arguments)
-        parts: WorkerParts = await made if inspect.isawaitable(made) else made
-        clock = RealClock()
-        worker = LocalWorker(parts.make_environment, parts.engine, parts.renderer, clock, config, purpose=purpose)
-    except Exception as error:
-        stream.send(describe(error))
-        await stream.drain()
-        return
-    stream.send("")
-    episodes: dict[int, asyncio.Task[None]] = {}
-
-    async def play(number: int, task: Task, group_id: str, attempt: int, seed: int) -> None:
-        try:
-            rollout = await worker.run(task, group_id=group_id, attempt=attempt, seed=seed)
-            stream.send((number, rollout, clock.now()))
-            await stream.drain()
-        finally:
-            episodes.pop(number, None)
-
-    with contextlib.suppress(EOFError):
-        while True:
-            number, *rest = await stream.receive()
-            if rest:
-                episodes[number] = asyncio.create_task(play(number, *rest))
-            elif number in episodes:
-                episodes[number].cancel()
-    for episode in episodes.values():
-        episode.cancel()
-    await asyncio.gather(*episodes.values(), return_exceptions=True)
-    if parts.stop is not None:
-        parts.stop()
-    # Threads of hung tools must not keep the process; everything that is to be closed is closed.
-    os._exit(0)

@@ -36,6 +36,8 @@ class AttemptEnded:
     failure_text: str
     retried: bool
     """Whether the task is to be admitted again; False means that it is lost for good."""
+    rollout: Rollout | None = None
+    """What there was of it, for people to read; None in logs of before it was kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +121,7 @@ def to_frame(record: Record) -> Frame:
                 kind="admitted", fields=fields | {"clock_seconds": record.clock_seconds, "task": task}, arrays={}
             )
         case AttemptEnded():
-            return Frame(kind="attempt_ended", fields=asdict(record), arrays={})
+            return _attempt_to_frame(record)
         case Dropped():
             return Frame(kind="dropped", fields=asdict(record), arrays={})
         case Published():
@@ -195,6 +197,15 @@ def _rollout_from_fields(fields: Mapping[str, Any], arrays: Mapping[str, Array])
     )
 
 
+def _attempt_to_frame(record: AttemptEnded) -> Frame:
+    fields: dict[str, Any] = {name: getattr(record, name) for name in ("rollout_id", "failure_text", "retried")}
+    fields["failure"] = record.failure.value
+    if record.rollout is None:
+        return Frame(kind="attempt_ended", fields=fields, arrays={})
+    rollout, arrays = _rollout_to_fields(record.rollout)
+    return Frame(kind="attempt_ended", fields=fields | {"rollout": rollout}, arrays=arrays)
+
+
 def _trained_to_frame(record: Trained) -> Frame:
     flat = [tokens for sequences in record.tokens for tokens in sequences]
     fields = {
@@ -229,8 +240,9 @@ def _admitted(fields: Mapping[str, Any], _: Mapping[str, Array]) -> Admitted:
     return Admitted(**_with(fields, task=Task(**fields["task"])))
 
 
-def _attempt_ended(fields: Mapping[str, Any], _: Mapping[str, Array]) -> AttemptEnded:
-    return AttemptEnded(**_with(fields, failure=FailureKind(fields["failure"])))
+def _attempt_ended(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> AttemptEnded:
+    rollout = _rollout_from_fields(fields["rollout"], arrays) if "rollout" in fields else None
+    return AttemptEnded(**_with(fields, failure=FailureKind(fields["failure"]), rollout=rollout))
 
 
 def _finished(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> Finished:

@@ -5,7 +5,7 @@
     reply (number, result or error)   <---  the actor's half of a step is answered before the critic trains
 
 The parent's loop never blocks: one thread writes requests, one reads replies. A dead child closes the connection, which
-fails every wait at once. The child ends with its parent, and ignores Ctrl-C, which the parent handles.
+fails every wait at once. The child ends with its parent, and ignores Ctrl-C and SIGTERM: those the parent handles.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ START_TIMEOUT_S = 600.0
 """Importing torch and reading a large model may take minutes on a slow disk."""
 STOP_TIMEOUT_S = 10.0
 """How long the child may take to end on request before it is ended."""
+
+_STOPS = {signal.SIGINT, signal.SIGTERM}
 
 MakeCore = Callable[[], tuple[TrainerCore, SnapshotStore]]
 """Builds the trainer in the child; picklable, so a module's function or a partial of one."""
@@ -80,8 +82,8 @@ class ProcessTrainer:
         self._started = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: ValueError | TrainerError | None = None
-        # A child inherits the mask: Ctrl-C cannot end it before it has set its own handler.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A child inherits the mask: a stop of the run cannot end it before it has set its own handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             self._process.start()
         finally:
@@ -192,9 +194,6 @@ class ProcessTrainer:
             self._writer.submit(self._write, (0, "stop", ()))
             self._process.join(STOP_TIMEOUT_S)
         if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(STOP_TIMEOUT_S)
-        if self._process.is_alive():
             self._process.kill()
         self._reader.join(STOP_TIMEOUT_S)
         self._writer.shutdown(wait=False)
@@ -226,8 +225,9 @@ def _exit(code: int | None) -> str:
 
 
 def _child(connection: Connection, make_core: MakeCore, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.engines.local import EngineConfig, EngineCost
-from sao.envs.demonstrations import NoiseConfig
+from sao.envs.demonstrations import FLAWLESS, NoiseConfig
 from sao.envs.select import EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
@@ -69,11 +69,7 @@ class SftStageConfig:
     """Traces to make."""
     only_right: bool = False
     """Whether to leave out traces of reward 0."""
-    noise: NoiseConfig = field(
-        default_factory=lambda: NoiseConfig(
-            wrong_operand=0.0, wrong_operator=0.0, skip_step=0.0, give_up=0.0, early_answer=0.0, wrong_answer=0.0
-        )
-    )
+    noise: NoiseConfig = FLAWLESS
     """Errors of the scripted expert; none by default."""
     fit: SftConfig = field(default_factory=SftConfig)
     """How the traces are fitted."""
@@ -344,10 +340,12 @@ def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
 
 
 def field_docstrings(declared: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass; "" where it has none."""
+    """The docstring under each field of a dataclass, or of the one it extends; "" where it has none."""
+    base = declared.__base__
+    inherited = field_docstrings(base) if base is not None and dataclasses.is_dataclass(base) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
     assert isinstance(body, ast.ClassDef)
-    meanings = {entry.name: "" for entry in dataclasses.fields(declared)}
+    meanings = {entry.name: inherited.get(entry.name, "") for entry in dataclasses.fields(declared)}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = (

@@ -6,6 +6,9 @@ from pathlib import Path
 import sao
 from sao.algorithm.diagnostics import PolicyDiagnostics
 from sao.pipeline.accounts import Accounts
+from sao.training import fitting
+from sao.training.sft import SftConfig
+from sao.training.value_pretraining import ValuePretrainingConfig
 
 STAGES = "rollout|age|actor|critic|time|cpu|engine|loop|memory|sft|value_pretraining|eval"
 SOURCE = {path: path.read_text() for path in Path(sao.__file__).parent.rglob("*.py")}
@@ -32,6 +35,9 @@ def test_keys_put_together_from_names_are_documented() -> None:
     """Would catch a counter or a diagnostic that got a key without being written out."""
     one = PolicyDiagnostics(tokens=1.0, ratio_sum=1.0, ratio_square_sum=1.0)
     keys = {f"loop/{name}" for name in Accounts.NAMES} | {f"actor/{name}" for name in one.summary()}
+    every_fit = re.findall(r'f"{stage}/([a-z_]+)"', Path(fitting.__file__).read_text())
+    assert len(every_fit) == 3
+    keys |= {f"{config.stage}/{name}" for config in (SftConfig, ValuePretrainingConfig) for name in every_fit}
     assert keys <= documented()
 
 

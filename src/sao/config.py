@@ -160,6 +160,11 @@ class RunConfig:
                 f'baseline.kind = "{self.baseline.kind}" compares rollouts of one prompt; loop.group_size is '
                 f"{self.loop.group_size}, set it to 2 or more"
             )
+        if self.algorithm.whiten and (grouped or self.baseline.kind == "batch_mean"):
+            raise ValueError(
+                f'algorithm.whiten is true with baseline.kind = "{self.baseline.kind}", whose advantages are already '
+                "relative to the group or batch, and are not scaled in their source; set algorithm.whiten = false"
+            )
         if self.value_pretraining is not None and self.algorithm.advantage == "given":
             raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
         if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):

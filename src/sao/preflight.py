@@ -18,7 +18,7 @@ from sao.envs.sandbox import sandbox_problem
 from sao.envs.select import make_expert, make_source, make_world
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
-from sao.models.load import build_config
+from sao.models.load import build_config, check_head_config, find_device
 from sao.rollout.renderer import ChatRenderer
 from sao.store.frames import segments
 from sao.training.critic import Critic
@@ -93,11 +93,13 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
             return
     else:
         hub_config = build_config(config.model, vocabulary)
+    check_head_config(hub_config)
     with torch.device("meta"):
         backbone = AutoModel.from_config(hub_config)
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     text = hub_config.get_text_config()
-    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {parameters:,} parameters")
+    devices = f"trainer on {find_device(config.model.device)}, engine on {find_device(config.engine.device)}"
+    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {parameters:,} parameters, {devices}")
     yield Finding(
         good=text.vocab_size >= vocabulary,
         text=f"vocabulary: the model has {text.vocab_size} tokens, the tokenizer {vocabulary}",

@@ -19,6 +19,8 @@ class EngineConfig:
     """Torch threads of an engine in its own process; an inline engine shares its process's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the engine's weights and cache; float32 agrees with a float32 trainer to 1e-4."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; as `model.device`, of which it is independent. The GPU path is untested."""
     flush_tokens: int = 16
     """Tokens given out at once; a stop and a change of version give out what there is."""
     probe_tolerance: float = 1e-3
@@ -57,7 +59,7 @@ class EngineCost:
     def __post_init__(self) -> None:
         for name in ("step_seconds", "token_seconds", "prefill_token_seconds", "load_seconds"):
             if getattr(self, name) < 0:
-                raise ValueError(f"engine cost {name} is {getattr(self, name)}; it must not be negative")
+                raise ValueError(f"engine_cost.{name} is {getattr(self, name)}; it must not be negative")
 
     def of_step(self, decoded: int, prefilled: int) -> float:
         """Seconds of one engine step."""

@@ -297,7 +297,9 @@ def _readable(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"]) or "configuration"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return message
+        # A part does not know under which key it stands, so its message may name its own field alone.
+        section = ".".join(part for part in problem["loc"] if isinstance(part, str))
+        return message if not section or f"{section}." in message else f"[{place}] {message}"
     if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
         return f"[{place}] is a list of sections; write [[{place}]]"
     if isinstance(problem["input"], list) and problem["type"].startswith("dataclass"):

@@ -1,5 +1,6 @@
 """Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a config."""
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(f"model.init_std is {self.init_std}; it must be above 0")
         if self.vocab_size < 0:
             raise ValueError(f"model.vocab_size is {self.vocab_size}; use 0 to take the tokenizer's")
         if self.num_heads % self.num_kv_heads:

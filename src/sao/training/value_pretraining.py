@@ -75,7 +75,8 @@ def pretrain_values(
     if not train:
         raise ValueError(
             f"value pretraining has nothing to train on: of {len(rollouts)} rollouts {len(usable)} can be trained on, "
-            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower held_out_share"
+            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower "
+            "value_pretraining.fit.held_out_share"
         )
     monte_carlo = replace(algorithm, lambda_critic=1.0, bootstrap_truncated=False, value_clip=None)
     frozen_before = critic.freeze

@@ -1,10 +1,12 @@
 """Whole runs with every part real: determinism, the synchronous limit, and life after a stop."""
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from small_runs import Silent, run_small, small_config
 
 from sao.build import make_engine, make_trainer, make_worker, prepare_model, prepare_tokenizer
@@ -72,10 +74,18 @@ def test_zero_batches_ahead_equals_the_plain_synchronous_loop_bit_for_bit(tmp_pa
     run_small(tmp_path / "run", config)
     (tmp_path / "plain").mkdir()
     run_virtual(plain_synchronous_loop(config, tmp_path / "plain"))
-    ours, plain = actor_of(tmp_path / "run"), load_folder(tmp_path / "plain" / "end" / "actor").state_dict()
-    start = load_folder(tmp_path / "plain" / "start").state_dict()
-    assert all(torch.equal(ours[name], plain[name]) for name in ours)
-    assert any(not torch.equal(ours[name], start[name]) for name in ours), "nothing was trained"
+    checkpoint = RunFolder.open(tmp_path / "run").latest_checkpoint()
+    assert checkpoint is not None
+    ours, plain = checkpoint.path / "trainer", tmp_path / "plain" / "end"
+    for name in ("actor/model", "critic", "actor_optimiser", "critic_optimiser"):
+        one, other = (load_file(folder / f"{name}.safetensors") for folder in (ours, plain))
+        assert one.keys() == other.keys()
+        assert one
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    counters = [json.loads((folder / "trainer.json").read_text())["counters"] for folder in (ours, plain)]
+    assert counters[0] == counters[1]
+    trained, start = actor_of(tmp_path / "run"), load_folder(tmp_path / "plain" / "start").state_dict()
+    assert any(not torch.equal(trained[name], start[name]) for name in trained), "nothing was trained"
 
 
 def test_a_run_in_virtual_time_resumes_to_the_last_step(tmp_path: Path) -> None:

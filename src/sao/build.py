@@ -71,7 +71,7 @@ def prepare_model(config: RunConfig, tokenizer: Path, target: Path) -> Path:
 def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerCore, SnapshotStore]:
     """Actor, critic and optimisers from the starting weights; runs in the trainer's process."""
     dtype = getattr(torch, config.model.dtype)
-    actor = load_folder(model, dtype=dtype, attention=config.model.attention)
+    actor = load_folder(model, dtype=dtype, attention=config.model.attention, device=config.model.device)
     critic = None
     if config.algorithm.advantage != "given":
         critic = Critic.from_actor(actor, freeze=config.trainer.freeze)

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.engines.local import EngineConfig, EngineCost
-from sao.envs.demonstrations import NoiseConfig
+from sao.envs.demonstrations import FLAWLESS, NoiseConfig
 from sao.envs.select import EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
@@ -81,11 +81,7 @@ class SftStageConfig:
     """Traces to make."""
     only_right: bool = False
     """Whether to leave out traces of reward 0."""
-    noise: NoiseConfig = field(
-        default_factory=lambda: NoiseConfig(
-            wrong_operand=0.0, wrong_operator=0.0, skip_step=0.0, give_up=0.0, early_answer=0.0, wrong_answer=0.0
-        )
-    )
+    noise: NoiseConfig = FLAWLESS
     """Errors of the scripted expert; none by default."""
     fit: SftConfig = field(default_factory=SftConfig)
     """How the traces are fitted."""
@@ -185,6 +181,11 @@ class RunConfig:
             raise ValueError(
                 f'baseline.kind = "{self.baseline.kind}" compares rollouts of one prompt; loop.group_size is '
                 f"{self.loop.group_size}, set it to 2 or more"
+            )
+        if self.algorithm.whiten and (grouped or self.baseline.kind == "batch_mean"):
+            raise ValueError(
+                f'algorithm.whiten is true with baseline.kind = "{self.baseline.kind}", whose advantages are already '
+                "relative to the group or batch, and are not scaled in their source; set algorithm.whiten = false"
             )
         if self.value_pretraining is not None and self.algorithm.advantage == "given":
             raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
@@ -357,11 +358,13 @@ def _readable(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"]) or "configuration"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        if not problem["loc"] or message.startswith(place):
+        # A part does not know under which key it stands, so its message may name its own field alone.
+        section = ".".join(part for part in problem["loc"] if isinstance(part, str))
+        if not section or f"{section}." in message:
             return message
         key = message.split(" ")[0]
         given = isinstance(problem["input"], dict) and key in problem["input"]
-        return f"{place}.{message}" if given else f"{place}: {message}"
+        return f"{place}.{message}" if given else f"[{place}] {message}"
     if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
         return f"[{place}] is a list of sections; write [[{place}]]"
     if isinstance(problem["input"], list) and problem["type"].startswith("dataclass"):
@@ -383,10 +386,12 @@ def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
 
 
 def field_docstrings(declared: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass; "" where it has none."""
+    """The docstring under each field of a dataclass, or of the one it extends; "" where it has none."""
+    base = declared.__base__
+    inherited = field_docstrings(base) if base is not None and dataclasses.is_dataclass(base) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
     assert isinstance(body, ast.ClassDef)
-    meanings = {entry.name: "" for entry in dataclasses.fields(declared)}
+    meanings = {entry.name: inherited.get(entry.name, "") for entry in dataclasses.fields(declared)}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = (

@@ -19,7 +19,7 @@ from sao.envs.sandbox import sandbox_problem
 from sao.envs.select import make_expert, make_source, make_world, trained_on
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
-from sao.models.load import build_config
+from sao.models.load import build_config, check_head_config, find_device
 from sao.rollout.renderer import ChatRenderer
 from sao.store.frames import segments
 from sao.training.critic import Critic
@@ -93,7 +93,8 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     vocabulary = _renderer(config, scratch).vocab_size
     backbone = _backbone(config, vocabulary)
     text = backbone.config.get_text_config()
-    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {_parameters(backbone):,} parameters")
+    devices = f"trainer on {find_device(config.model.device)}, engine on {find_device(config.engine.device)}"
+    yield Finding(good=True, text=f"model: {type(backbone).__name__}, {_parameters(backbone):,} parameters, {devices}")
     yield Finding(
         good=text.vocab_size >= vocabulary,
         text=f"vocabulary: the model has {text.vocab_size} tokens, the tokenizer {vocabulary}",
@@ -117,6 +118,7 @@ def _backbone(config: RunConfig, vocabulary: int) -> PreTrainedModel:
             hub_config = AutoConfig.from_pretrained(config.model.path)
         except (OSError, ValueError) as error:
             raise ValueError(f"model.path {config.model.path!r} holds no model: {error}") from error
+    check_head_config(hub_config)
     with torch.device("meta"):
         return AutoModel.from_config(hub_config)
 

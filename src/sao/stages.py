@@ -121,6 +121,7 @@ def run_stages(
     try:
         if config.sft:
             prepared = replace(prepared, model=run_sft(prepared))
+            torch.cuda.empty_cache()  # Trainer and engine need the memory that fine-tuning had on a GPU.
         if last == "sft":
             return None
         # In virtual time training happens here, and its numbers must not depend on the machine's cores.
@@ -172,7 +173,12 @@ def run_sft(prepared: Prepared) -> Path:
     if target.is_dir():
         return target
     torch.set_num_threads(config.sft_threads)
-    actor = load_folder(prepared.model, dtype=getattr(torch, config.model.dtype), attention=config.model.attention)
+    actor = load_folder(
+        prepared.model,
+        dtype=getattr(torch, config.model.dtype),
+        attention=config.model.attention,
+        device=config.model.device,
+    )
     renderer = make_renderer(config, prepared.tokenizer)
     done_before = 0
     for number, stage in enumerate(config.sft, start=1):

@@ -75,7 +75,7 @@ class Task:
     data_set: str = ""
     """Name of the data set, for a row of its own in evaluation."""
     details: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """What only the environment reads: difficulty, marker words."""
+    """What only the environment reads, such as a difficulty or a written solution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -381,3 +381,34 @@ def test_constant_reward_batch_is_not_whitened():
     assert white.abs().max() < 0.02, "the floor of 0.1 holds the scale"
     with pytest.raises(ValueError, match="floor"):
         whiten(noise, actions, rewards=torch.tensor([1.0, 0.0]), floor=0.0)
+
+
+def test_equal_rewards_are_judged_by_rollout():
+    """Catches rows compared instead of rollouts: a side branch of reward 0 beside its rollout's reward of 1."""
+    noise, actions = torch.tensor([[0.01], [0.02], [0.5]]), torch.ones(3, 1, dtype=torch.bool)
+    rewards, rollout_of_row = torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([0, 0, 1])
+    white, done = whiten(noise, actions, rewards=rewards, rollout_of_row=rollout_of_row)
+    assert not done
+    assert torch.equal(white, noise)
+    assert whiten(noise, actions, rewards=rewards)[1]
+    # Two rollouts whose rows are all equal, one with a branch more.
+    assert whiten(noise, actions, rewards=torch.ones(3), rollout_of_row=rollout_of_row)[1]
+    with pytest.raises(ValueError, match=r"rollout_of_row has shape \(2,\); give one per row, \(3,\)"):
+        whiten(noise, actions, rewards=rewards, rollout_of_row=rollout_of_row[:2])
+    with pytest.raises(ValueError, match=r"rewards has shape \(2,\); give one per row, \(3,\)"):
+        whiten(noise, actions, rewards=torch.ones(2))
+
+
+def test_arrays_of_other_shapes_are_refused_by_the_small_functions_too():
+    """Catches a decay of (B, 1) that broadcasts to (B, B), and a mask that indexes an array of another shape."""
+    actions = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"array has shape \(2, 3\), decay \(2, 1\)"):
+        discounted_suffix_sums(torch.ones(2, 3), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"array has shape \(2, 3, 4\), the action mask \(2, 3\)"):
+        moments(torch.ones(2, 3, 4), actions)
+    with pytest.raises(ValueError, match=r"turns has shape \(3,\), the action mask \(2, 3\)"):
+        num_steps(torch.ones(3), actions)
+    with pytest.raises(ValueError, match=r"rewards has shape \(2, 1\), the action mask \(2, 3\)"):
+        fold_rewards(torch.ones(2, 1), actions)
+    with pytest.raises(ValueError, match=r"action_mask is torch.float32 \(2, 3\)"):
+        action_span(torch.ones(2, 3))

@@ -1,6 +1,8 @@
 """Diagnostics: numbers worked by hand, and what must not be reported as a number."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,10 +44,8 @@ def test_summary_by_hand():
     log_ratio = torch.tensor([[1.0, 2.0, 0.5, 9.0]]).log()
     actions = torch.tensor([[True, True, True, False]])
     low = torch.tensor([[False, False, True, True]])
-    sums = policy_diagnostics(
-        log_ratio, actions, removed_low=low, removed_high=~low, entropy=torch.tensor([[1.0, 2.0, 3.0, 9.0]])
-    )
-    assert sums.summary() == pytest.approx(
+    sums = policy_diagnostics(log_ratio, actions, removed_low=low, removed_high=~low)
+    assert replace(sums, entropy_sum=6.0).summary() == pytest.approx(
         {
             "masked_low_share": 1 / 3,
             "masked_high_share": 2 / 3,
@@ -72,16 +72,17 @@ def test_k3_is_never_negative_and_sums_add_up(seed, cut):
     """Catches the k1 estimate, and maxima that are added."""
     log_ratio = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     actions, low, high = torch.ones(1, 12).bool(), log_ratio < -0.3, log_ratio > 1
-    whole = policy_diagnostics(log_ratio, actions, removed_low=low, removed_high=high, entropy=log_ratio.abs())
-    parts = [
-        policy_diagnostics(
-            log_ratio[:, part], actions[:, part], removed_low=low[:, part], removed_high=high[:, part],
-            entropy=log_ratio[:, part].abs(),
+    every, first, second = (
+        replace(
+            policy_diagnostics(
+                log_ratio[:, part], actions[:, part], removed_low=low[:, part], removed_high=high[:, part]
+            ),
+            entropy_sum=float(log_ratio[:, part].abs().sum()),
         )
-        for part in (slice(0, cut), slice(cut, 12))
-    ]  # fmt: skip
-    assert whole.summary()["k3_kl"] >= 0
-    assert (parts[0] + parts[1] + PolicyDiagnostics()).summary() == pytest.approx(whole.summary())
+        for part in (slice(0, 12), slice(0, cut), slice(cut, 12))
+    )
+    assert every.summary()["k3_kl"] >= 0
+    assert (first + second + PolicyDiagnostics()).summary() == pytest.approx(every.summary())
 
 
 def test_ratio_quantiles_by_hand():
@@ -91,3 +92,24 @@ def test_ratio_quantiles_by_hand():
     found = ratio_quantiles(ratios.log(), torch.zeros(1, 5), actions, (0.0, 0.25, 0.5, 0.99, 1.0))
     assert found == pytest.approx([0.5, 1.0, 2.0, 4.0, 4.0])
     assert ratio_quantiles(ratios.log(), torch.zeros(1, 5), torch.zeros(1, 5).bool(), (0.5,)) == []
+
+
+def test_arrays_of_other_shapes_are_refused():
+    """Catches values of (B, T, 1), or one row short, that a mask happens to index: a number of something else."""
+    good, flat, wide = torch.zeros(2, 3), torch.zeros(2, 3, 1), torch.zeros(1, 3)
+    actions = torch.ones(2, 3).bool()
+    for bad in (flat, wide):
+        shapes = re.escape(f"{tuple(bad.shape)}, the action mask (2, 3)")
+        for call in (
+            lambda bad=bad: explained_variance(bad, good, actions),
+            lambda bad=bad: explained_variance(good, bad, actions),
+            lambda bad=bad: ratio_quantiles(bad, good, actions, (0.5,)),
+            lambda bad=bad: ratio_quantiles(good, bad, actions, (0.5,)),
+            lambda bad=bad: policy_diagnostics(bad, actions, removed_low=actions, removed_high=actions),
+        ):
+            with pytest.raises(ValueError, match=shapes):
+                call()
+    with pytest.raises(ValueError, match="must be bool"):
+        explained_variance(good, good, good)
+    with pytest.raises(ValueError, match=r"quantiles are \(1.5,\)"):
+        ratio_quantiles(good, good, actions, (1.5,))

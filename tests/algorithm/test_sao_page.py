@@ -72,6 +72,14 @@ def test_l_is_the_rollouts_not_the_rows(batch):
     torch.testing.assert_close(found.advantages, raw)
 
 
+def test_a_side_branch_does_not_make_equal_rewards_differ(batch):
+    """Catches whitening of a batch in which every rollout got the same reward, for a branch's row holds none of it."""
+    batch["rewards"][1] = 0.0
+    assert targets(**batch, config=AlgorithmConfig()).whitened
+    found = targets(**batch, rollout_of_row=torch.tensor([0, 0, 1]), config=AlgorithmConfig())
+    assert not found.whitened
+
+
 def test_fixed_lambda_and_gamma(batch):
     """Catches a fixed lambda overruled by the length-adaptive one, and gamma lost on the way."""
     config = AlgorithmConfig(alpha=None, lam=0.3, gamma=0.9, lambda_critic=0.5, whiten=False)
@@ -171,7 +179,10 @@ def test_losses_take_their_settings_from_the_configuration(batch):
         ({"alpha": 0.0}, "alpha is 0.0"),
         ({"whiten_floor": 0.0}, "whiten_floor is 0.0"),
         ({"value_clip": -1.0}, "value_clip is -1.0"),
-        ({"train_observation_values": True}, "needs advantage observation_inclusive"),
+        ({"train_observation_values": True}, "is for observation_inclusive, not skip_observation"),
+        ({"advantage": "skip_observations"}, "algorithm.advantage is 'skip_observations'; choose one of 'skip_observ"),
+        ({"policy_loss": "ppo"}, "algorithm.policy_loss is 'ppo'; choose one of 'dis', 'none', 'ppo_clip'"),
+        ({"denominator": "tokens"}, "algorithm.denominator is 'tokens'; choose one of 'action_tokens'"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):

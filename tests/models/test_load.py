@@ -10,10 +10,18 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from sao.build import make_core, prepare_model
+from sao.clock import VirtualClock
+from sao.config import RunConfig
+from sao.engines.local import LocalEngine
+from sao.engines.protocol import EngineError
+from sao.engines.settings import EngineConfig
 from sao.models.load import (
     ModelConfig,
+    check_head_config,
+    find_device,
     load_causal_lm,
     load_folder,
     load_tokenizer,
@@ -21,6 +29,7 @@ from sao.models.load import (
     read_weights,
     save_model,
 )
+from sao.types import Snapshot
 
 TINY = ModelConfig(vocab_size=40, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 MOE = ModelConfig(**{**vars(TINY), "architecture": "qwen3_moe", "num_experts": 4})
@@ -109,15 +118,57 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path):
         read_weights(tmp_path, load_causal_lm(TINY, seed=0))
 
 
-def test_a_head_that_caps_its_logits_is_refused(tmp_path: Path):
-    """Catches log-probs computed without the cap that the model's own forward applies."""
+@pytest.fixture
+def capped(tmp_path: Path) -> Path:
+    """A folder with a model that caps its logits."""
     shape = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-    capped = Gemma2ForCausalLM(
+    model = Gemma2ForCausalLM(
         Gemma2Config(**shape, intermediate_size=16, num_key_value_heads=1, final_logit_softcapping=30.0)
     )
-    capped.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="rescales or caps its logits"):
-        load_causal_lm(ModelConfig(path=str(tmp_path)), seed=0)
+    model.save_pretrained(tmp_path / "capped")
+    return tmp_path / "capped"
+
+
+def test_a_head_that_caps_its_logits_is_refused_wherever_a_run_meets_it(capped: Path, tmp_path: Path):
+    """Catches log-probs computed without the cap that the model's own forward applies: a run's start takes the folder
+    as it is, so a check at its first reading alone is never made."""
+    config = RunConfig(model=ModelConfig(path=str(capped)))
+    assert prepare_model(config, tmp_path / "tokenizer", tmp_path / "start") == capped
+    snapshot = Snapshot(version=0, parent=None, location=str(capped), checksum="", probe_token_ids=(), probe_logprobs=())
+    for load in (
+        lambda: make_core(config, capped, tmp_path / "snapshots"),
+        lambda: load_folder(capped),
+        lambda: load_causal_lm(config.model, seed=0),
+        lambda: check_head_config(Gemma2Config(final_logit_softcapping=30.0)),
+    ):
+        with pytest.raises(ValueError, match="rescales or caps its logits"):
+            load()
+    with pytest.raises(EngineError, match="rescales or caps its logits"):
+        LocalEngine.from_snapshot(snapshot, VirtualClock())
+
+
+def test_a_scale_after_the_head_is_refused():
+    """Catches a factor on the logits that fresh weights, whose logits are small, hide from a comparison."""
+    with pytest.raises(ValueError, match="granite rescales or caps"):
+        check_head_config(GraniteConfig(logits_scaling=8.0))
+    check_head_config(GraniteConfig(logits_scaling=1.0))
+
+
+def test_a_device_reaches_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches a setting that is read and ignored: models that stay on the CPU of a machine with a GPU."""
+    assert find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [find_device(name).type for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto").type == "cpu"
+    save_model(load_causal_lm(TINY, seed=0), tmp_path)
+    for build in (
+        lambda: load_folder(tmp_path, device="cuda"),
+        lambda: make_core(RunConfig(model=ModelConfig(device="cuda")), tmp_path, tmp_path / "snapshots"),
+        lambda: LocalEngine(load_causal_lm(TINY, seed=0), VirtualClock(), EngineConfig(device="cuda")),
+    ):
+        with pytest.raises(ValueError, match="torch finds no GPU"):
+            build()
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,10 @@ def test_a_constant_batch_is_not_whitened_and_has_no_explained_variance():
     assert found["actor/whitened"] == 0
     assert math.isnan(found["critic/explained_variance"])
     assert found["actor/advantage_mean"] == pytest.approx(1.0)
+    branch = make_sequence(rng, 9, parent=0, branch_at=1)
+    first = replace(batch.rollouts[0], sequences=(*batch.rollouts[0].sequences, branch))
+    (found,) = play(core, [Batch(step=2, rollouts=(first, *batch.rollouts[1:]))])
+    assert found["actor/whitened"] == 0, "a side branch's row holds no reward, but its rollout does"
 
 
 def test_skipped_steps_are_counted_and_end_the_run():

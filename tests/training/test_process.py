@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from training_toys import make_batch, make_core
+from training_toys import make_batch, make_core, make_parts
 
 from sao.clock import RealClock, run_virtual
 from sao.observe.metrics import Metric
@@ -19,10 +21,6 @@ from sao.training.inline import InlineTrainer
 from sao.training.process import ProcessTrainer, unless_silent
 from sao.training.protocol import TrainerError
 from sao.training.weights import SnapshotStore
-
-
-def make(folder: str) -> tuple[TrainerCore, SnapshotStore]:
-    return make_core(), SnapshotStore(folder)
 
 
 def make_nothing(folder: str) -> tuple[TrainerCore, SnapshotStore]:
@@ -35,7 +33,7 @@ class Shared:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.progress: list[tuple[int, int]] = []
-        self.trainer = ProcessTrainer(partial(make, str(folder)), threads=1, timeout_s=60, progress=self._note)
+        self.trainer = ProcessTrainer(partial(make_parts, str(folder)), threads=1, timeout_s=60, progress=self._note)
 
     def _note(self, done: int, total: int, metrics: dict[str, Metric]) -> None:
         assert "value_pretraining/loss" in metrics
@@ -133,6 +131,8 @@ def test_ctrl_c_does_not_end_the_child(shared: Shared):
 
 def test_waits_are_limited(shared: Shared, monkeypatch: pytest.MonkeyPatch):
     """A trainer that hangs, and a run that hangs with it without saying on what."""
+    # The first wait of all has minutes more, for the child to start.
+    asyncio.run(shared.trainer.publish_initial(94, None))
     monkeypatch.setattr(shared.trainer, "_timeout_s", 0.3)
 
     async def main() -> None:
@@ -140,8 +140,10 @@ def test_waits_are_limited(shared: Shared, monkeypatch: pytest.MonkeyPatch):
             await shared.trainer.update_critic()
 
     os.kill(shared.trainer.pid, signal.SIGSTOP)
-    asyncio.run(main())
-    os.kill(shared.trainer.pid, signal.SIGCONT)
+    try:
+        asyncio.run(main())
+    finally:
+        os.kill(shared.trainer.pid, signal.SIGCONT)
 
 
 def test_a_dead_child_fails_the_wait_at_once(shared: Shared):
@@ -202,28 +204,33 @@ def test_long_work_lives_as_long_as_it_reports(tmp_path: Path):
     assert run_virtual(work([0.5], 3.6)) == silent + "1.5"
 
 
-def _start_and_sleep(folder: str, told: int) -> None:
-    trainer = ProcessTrainer(partial(make, folder), threads=1, timeout_s=60)
-    deadline = time.monotonic() + 300
-    while not trainer._started and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.write(told, str(trainer.pid).encode())
-    time.sleep(60)
+PARENT = """
+import asyncio, sys, time
+from functools import partial
+from training_toys import make_parts
+from sao.training.process import ProcessTrainer
+
+if __name__ == "__main__":
+    trainer = ProcessTrainer(partial(make_parts, sys.argv[1]), threads=1, timeout_s=60)
+    asyncio.run(trainer.publish_initial(0, None))
+    print(trainer.pid, flush=True)
+    time.sleep(600)
+"""
 
 
 def test_the_child_ends_with_its_parent(tmp_path: Path):
     """Trainers that pile up, with their memory, after each crash of a run."""
-    heard, told = os.pipe()
-    parent = os.fork()
-    if parent == 0:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "s")], stdout=subprocess.PIPE, env=environment
+    ) as parent:
+        assert parent.stdout is not None
         try:
-            _start_and_sleep(str(tmp_path), told)
+            child = int(parent.stdout.readline())
         finally:
-            os._exit(1)
-    os.close(told)
-    child = int(os.read(heard, 20))
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
+            parent.kill()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and _state(child) != "Z":
         time.sleep(0.05)

@@ -80,7 +80,7 @@ def test_bad_examples_are_refused():
         fit_sft(actor, [example(5, [])], SftConfig(), seed=0)
     with pytest.raises(ValueError, match="an example has 600 tokens, the model takes 512"):
         fit_sft(actor, [example(600, [5])], SftConfig(), seed=0)
-    with pytest.raises(ValueError, match=r"sft\.lr is 0"):
+    with pytest.raises(ValueError, match=r"sft\.fit\.lr is 0"):
         SftConfig(lr=0)
 
 
@@ -91,6 +91,21 @@ def test_a_gradient_that_is_never_finite_ends_the_stage():
         actor.model.norm.weight.fill_(float("nan"))
     with pytest.raises(TrainerError, match="not finite in the last 2 of 2 updates"):
         fit_sft(actor, [example(5, [2])], SftConfig(steps=5, max_skipped_in_a_row=2), seed=0)
+
+
+def test_skipped_updates_are_counted_and_only_a_row_of_them_ends_the_stage():
+    """Updates that are lost without a trace, or a count in a row that good updates do not end."""
+    actor = make_actor()
+    calls = 0
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient * float("nan") if calls in (2, 4, 5) else gradient
+
+    actor.model.norm.weight.register_hook(spoil)
+    history = fit_sft(actor, [example(5, [2])], SftConfig(steps=6, max_skipped_in_a_row=3), seed=0)
+    assert [metrics["sft/skipped"].value for metrics in history] == [0, 1, 1, 2, 3, 3]
 
 
 @pytest.fixture(scope="module")

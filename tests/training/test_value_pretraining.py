@@ -1,6 +1,7 @@
 """Fitting values to logged rollouts: what is learned, what is held out, what is left as it was."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,10 @@ import torch
 from training_toys import make_actor, make_rollout, make_sequence, weights
 
 from sao.algorithm.sao import AlgorithmConfig
+from sao.pipeline.packing import Rows
+from sao.training import value_pretraining
 from sao.training.critic import Critic
+from sao.training.protocol import TrainerError
 from sao.training.value_pretraining import ValuePretrainingConfig, pretrain_values, split_by_prompt
 from sao.types import FailureKind, Rollout
 
@@ -95,6 +99,49 @@ def test_infrastructure_failures_are_left_out():
     assert metrics["value_pretraining/rollouts"].value == 7
     with pytest.raises(ValueError, match="of 1 rollouts 0 can be trained on"):
         pretrain_values(critic, rollouts[3:4], config=SETTINGS, algorithm=AlgorithmConfig(), seed=0)
+
+
+def test_a_gradient_that_is_not_finite_is_counted_and_a_row_of_them_ends_the_stage():
+    """Value pretraining that skips every update in silence and reports a critic that never trained."""
+    critic = Critic.from_actor(make_actor())
+    calls = 0
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient * float("nan") if calls == 2 else gradient
+
+    hook = critic.head.bias.register_hook(spoil)
+    settings = replace(SETTINGS, epochs=0, steps=4)
+    metrics = pretrain_values(critic, telling_rollouts(16), config=settings, algorithm=AlgorithmConfig(), seed=0)
+    assert metrics["value_pretraining/skipped"].value == 1
+    hook.remove()
+    critic.head.bias.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(TrainerError, match=r"not finite in the last 3 of 3 .* Lower value_pretraining\.fit\.lr"):
+        pretrain_values(critic, telling_rollouts(16), config=settings, algorithm=AlgorithmConfig(), seed=0)
+    assert critic.freeze == "attention"
+
+
+def test_the_report_scores_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Thousands of logged rollouts padded to the longest at once, which fills the memory at the very end."""
+    critic, settings = Critic.from_actor(make_actor()), replace(SETTINGS, batch_size=5, epochs=1)
+    padded = value_pretraining.rows
+    sizes: list[int] = []
+
+    def watched(rollouts: Sequence[Rollout]) -> Rows:
+        sizes.append(len(rollouts))
+        return padded(rollouts)
+
+    rollouts = telling_rollouts(64)
+    monkeypatch.setattr(value_pretraining, "rows", watched)
+    metrics = pretrain_values(critic, rollouts, config=settings, algorithm=AlgorithmConfig(), seed=0)
+    assert max(sizes) == 5
+    whole = pretrain_values(
+        critic, rollouts, config=replace(settings, batch_size=64, lr=1e-20), algorithm=AlgorithmConfig(), seed=0
+    )
+    assert max(sizes) > 40
+    for key in ("value_pretraining/explained_variance", "value_pretraining/explained_variance_held_out"):
+        assert metrics[key].value == pytest.approx(whole[key].value, abs=1e-5)
 
 
 def test_equal_returns_have_no_explained_variance():

@@ -8,6 +8,7 @@ from sao.algorithm.sao import AlgorithmConfig
 from sao.models.load import ModelConfig, load_causal_lm
 from sao.training.core import TrainerConfig, TrainerCore
 from sao.training.critic import Critic
+from sao.training.weights import SnapshotStore
 from sao.types import Batch, Rollout, Sequence, StopReason
 
 VOCABULARY = 48
@@ -95,3 +96,8 @@ def make_core(
 
 def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def make_parts(folder: str) -> tuple[TrainerCore, SnapshotStore]:
+    """What a trainer's process builds first; importable from there."""
+    return make_core(), SnapshotStore(folder)

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sao.algorithm.checks import check_shapes
+
 
 def length_adaptive_lambda(num_action_tokens: Tensor, *, alpha: float) -> Tensor:
     """Lambda of the actor's GAE: max(0, 1 - 1 / (alpha * l)).
@@ -121,8 +123,7 @@ def step_gae(
     Source: SAO's ablation of the step level.
     """
     _check(rewards, values, action_mask, gamma)
-    if turns.shape != action_mask.shape:
-        raise ValueError(f"turns has shape {tuple(turns.shape)}, the action mask {tuple(action_mask.shape)}")
+    check_shapes(action_mask=action_mask, turns=turns)
     if step_value not in ("mean", "last"):
         raise ValueError(f'step_value is {step_value!r}; it is "mean" or "last"')
     is_token = _compact(action_mask, action_mask)
@@ -144,12 +145,20 @@ def step_gae(
 
 
 def num_steps(turns: Tensor, action_mask: Tensor) -> Tensor:
-    """(B,) steps of each row as `step_gae` counts them: l of its length-adaptive lambda."""
+    """(B,) steps of each row as `step_gae` counts them: l of its length-adaptive lambda.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    check_shapes(action_mask=action_mask, turns=turns)
     return (_steps(turns, action_mask).amax(1) + 1) * action_mask.any(1)
 
 
 def action_span(action_mask: Tensor) -> Tensor:
-    """(B, T) bool: the tokens from the first to the last action token of each row, observations included."""
+    """(B, T) bool: the tokens from the first to the last action token of each row, observations included.
+
+    Raises ValueError for a mask that is not bool (B, T).
+    """
+    check_shapes(action_mask=action_mask)
     started = action_mask.long().cumsum(1) > 0
     unfinished = action_mask.long().flip(1).cumsum(1).flip(1) > 0
     return started & unfinished
@@ -158,8 +167,10 @@ def action_span(action_mask: Tensor) -> Tensor:
 def fold_rewards(rewards: Tensor, action_mask: Tensor) -> Tensor:
     """(B, T) float64: each reward on its action token, those off the mask added to the action token before them.
 
-    Raises ValueError for a reward that is not finite, or that no action token precedes. Source: ours.
+    Raises ValueError for shapes that do not fit, and for a reward that is not finite, or that no action token
+    precedes. Source: ours.
     """
+    check_shapes(action_mask=action_mask, rewards=rewards)
     if not torch.isfinite(rewards).all():
         row, token = (int(i) for i in (~torch.isfinite(rewards)).nonzero()[0])
         raise ValueError(f"reward of row {row}, token {token} is {float(rewards[row, token])}; it must be finite")
@@ -206,7 +217,11 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def moments(array: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation (n, not n - 1) over the mask; (0, 0) if it is empty."""
+    """Mean and standard deviation (n, not n - 1) of array (B, T) over mask (B, T); (0, 0) if the mask is empty.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    check_shapes(action_mask=mask, array=array)
     chosen = array[mask].double()
     if not chosen.numel():
         return 0.0, 0.0
@@ -214,14 +229,23 @@ def moments(array: Tensor, mask: Tensor) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def whiten(advantages: Tensor, action_mask: Tensor, *, rewards: Tensor, floor: float = 0.1) -> tuple[Tensor, bool]:
+def whiten(
+    advantages: Tensor,
+    action_mask: Tensor,
+    *,
+    rewards: Tensor,
+    rollout_of_row: Tensor | None = None,
+    floor: float = 0.1,
+) -> tuple[Tensor, bool]:
     """Shift and scale the batch's advantages to mean 0 and deviation 1 over its action tokens.
 
     Args:
         advantages: (B, T).
         action_mask: (B, T) bool.
-        rewards: (B,) or (B, T) rewards of the rows. If all rows' sums are equal the advantages are returned as they
+        rewards: (B,) or (B, T) rewards of the rows. If all rollouts' sums are equal the advantages are returned as they
             came: what is left in them is the critic's noise.
+        rollout_of_row: (B,) int, which rollout a row belongs to, for rollouts with side branches; None says that each
+            row is a rollout.
         floor: The divisor is at least this, so that a nearly constant batch is not blown up.
 
     Returns:
@@ -232,14 +256,22 @@ def whiten(advantages: Tensor, action_mask: Tensor, *, rewards: Tensor, floor: f
 
     Source: ours; the paper does not mention whitening.
     """
-    if advantages.shape != action_mask.shape or len(rewards) != len(action_mask):
-        shapes = tuple(advantages.shape), tuple(action_mask.shape), tuple(rewards.shape)
-        raise ValueError(f"advantages, action mask and rewards have shapes {shapes}")
+    check_shapes(action_mask=action_mask, advantages=advantages)
+    rows = action_mask.shape[:1]
+    if rewards.shape not in (rows, action_mask.shape):
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; give one per row, {tuple(rows)}, or (B, T)")
+    if rollout_of_row is not None and rollout_of_row.shape != rows:
+        raise ValueError(f"rollout_of_row has shape {tuple(rollout_of_row.shape)}; give one per row, {tuple(rows)}")
     if not floor > 0:
         raise ValueError(f"the floor of the standard deviation is {floor}; it must be above 0")
     sums = rewards.double() if rewards.ndim == 1 else rewards.double().sum(1)
+    acted = action_mask.any(1)
+    if rollout_of_row is not None:
+        names, member_of = rollout_of_row.unique(return_inverse=True)
+        sums = torch.zeros_like(names, dtype=torch.float64).scatter_add(0, member_of, sums)
+        acted = torch.zeros_like(names).scatter_add(0, member_of, acted.to(names.dtype)) > 0
     zero = torch.zeros_like(advantages)
-    if not action_mask.any() or _all_equal(sums[action_mask.any(1)]):
+    if not action_mask.any() or _all_equal(sums[acted]):
         return torch.where(action_mask, advantages, zero), False
     mean, deviation = moments(advantages, action_mask)
     return torch.where(action_mask, (advantages - mean) / max(deviation, floor), zero), True
@@ -249,8 +281,11 @@ def discounted_suffix_sums(array: Tensor, decay: Tensor) -> Tensor:
     """(B, S) y with y[s] = x[s] + decay * y[s + 1], for one decay in [0, 1] per row, (B,).
 
     After n passes an entry holds the sum over a window of 2^n entries, so a row of 131072 takes 17 passes. There is no
-    division, and padding a row with zeros on the right leaves it the same bit for bit.
+    division, and padding a row with zeros on the right leaves it the same bit for bit. Raises ValueError for shapes
+    that do not fit.
     """
+    if array.ndim != 2 or decay.shape != array.shape[:1]:
+        raise ValueError(f"array has shape {tuple(array.shape)}, decay {tuple(decay.shape)}; give (B, S) and (B,)")
     sums = array.clone()
     power = decay.to(array.dtype)[:, None]
     window = 1
@@ -351,10 +386,6 @@ def _all_equal(array: Tensor) -> bool:
 
 
 def _check(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float) -> None:
-    if action_mask.ndim != 2 or action_mask.dtype != torch.bool:
-        raise ValueError(f"action_mask is {action_mask.dtype} {tuple(action_mask.shape)}; it must be bool (B, T)")
-    for name, array in (("rewards", rewards), ("values", values)):
-        if array.shape != action_mask.shape:
-            raise ValueError(f"{name} has shape {tuple(array.shape)}, the action mask {tuple(action_mask.shape)}")
+    check_shapes(action_mask=action_mask, rewards=rewards, values=values)
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma is {gamma}; it must be in [0, 1]")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from sao.algorithm.checks import check_shapes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDiagnostics:
@@ -55,9 +57,13 @@ class PolicyDiagnostics:
 
 @torch.no_grad()
 def policy_diagnostics(
-    log_ratio: Tensor, action_mask: Tensor, *, removed_low: Tensor, removed_high: Tensor, entropy: Tensor | None = None
+    log_ratio: Tensor, action_mask: Tensor, *, removed_low: Tensor, removed_high: Tensor
 ) -> PolicyDiagnostics:
-    """Sums for one micro-batch; all arrays (B, T), `log_ratio` = actor minus rollout log-prob, the rest bool."""
+    """Sums for one micro-batch, the entropy's excepted; arrays (B, T), `log_ratio` = actor minus rollout log-prob.
+
+    The rest is bool. Raises ValueError for shapes that do not fit.
+    """
+    check_shapes(action_mask=action_mask, log_ratio=log_ratio, removed_low=removed_low, removed_high=removed_high)
     chosen = log_ratio[action_mask].double()
     if not chosen.numel():
         return PolicyDiagnostics()
@@ -70,7 +76,7 @@ def policy_diagnostics(
         ratio.square().sum(),
         ratio.max(),
         (ratio - 1 - chosen).sum(),
-        chosen.new_tensor(math.nan) if entropy is None else entropy[action_mask].double().sum(),
+        chosen.new_tensor(math.nan),
     ]
     names = [field.name for field in fields(PolicyDiagnostics)]
     return PolicyDiagnostics(**dict(zip(names, torch.stack(sums).tolist(), strict=True)))
@@ -82,8 +88,12 @@ def ratio_quantiles(
 ) -> list[float]:
     """Quantiles (each in [0, 1]) of actor probability / rollout probability; empty list without action tokens.
 
-    Quantiles do not add up over micro-batches: call this once, with the whole batch.
+    Arrays are (B, T). Quantiles do not add up over micro-batches: call this once, with the whole batch. Raises
+    ValueError for shapes that do not fit, or a quantile outside [0, 1].
     """
+    check_shapes(action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs)
+    if not all(0 <= quantile <= 1 for quantile in quantiles):
+        raise ValueError(f"quantiles are {tuple(quantiles)}; each must be in [0, 1]")
     log_ratio = (actor_logprobs[action_mask].double() - rollout_logprobs[action_mask].double()).sort().values
     if not log_ratio.numel():
         return []
@@ -95,8 +105,10 @@ def ratio_quantiles(
 def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> float | None:
     """1 - Var(returns - values) / Var(returns) over action tokens.
 
-    None where it is undefined: no two tokens, or all returns equal. It may be far below 0. Source: SAO figure 5.
+    Arrays are (B, T). None where it is undefined: no two tokens, or all returns equal. It may be far below 0. Raises
+    ValueError for shapes that do not fit. Source: SAO figure 5.
     """
+    check_shapes(action_mask=action_mask, values=values, returns=returns)
     chosen = returns[action_mask].double()
     if chosen.numel() < 2 or float(chosen.max() - chosen.min()) <= 1e-6 * max(1.0, float(chosen.abs().max())):
         return None

@@ -13,6 +13,7 @@ and the log-ratio is clamped before exp. Losses are minimised. Advantages never 
 import torch
 from torch import Tensor
 
+from sao.algorithm.checks import check_shapes
 from sao.algorithm.diagnostics import PolicyDiagnostics, policy_diagnostics
 
 MAX_LOG_RATIO = 20.0
@@ -53,7 +54,9 @@ def dis_policy_loss(
 
     Source: SAO equations 1 to 3. The detached ratio and the denominator (rejected tokens included) are ours.
     """
-    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_shapes(
+        action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages
+    )
     check_band(ratio_low, ratio_high)
     log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
     ratio = log_ratio.exp()
@@ -77,7 +80,9 @@ def reinforce_policy_loss(
     This is also what PPO's clip gives when its ratio is against the trainer's own log-probs and there is one update per
     batch: that ratio is 1. Arguments, results and errors as in `dis_policy_loss`.
     """
-    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_shapes(
+        action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages
+    )
     log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
     weight = torch.ones_like(log_ratio)
     loss = _weighted_log_likelihood(weight, advantages, actor_logprobs, action_mask, denominator)
@@ -100,13 +105,13 @@ def ppo_clip_policy_loss(
     `clip_ratio_low` and `clip_ratio_high` are bounds on the ratio: 0.8 and 1.28 for epsilons 0.2 and 0.28. Else as in
     `dis_policy_loss`. Source: arXiv 1707.06347; asymmetric bounds arXiv 2503.14476.
     """
-    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
-    check_band(clip_ratio_low, clip_ratio_high)
-    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
-    ones = torch.ones_like(log_ratio)
-    return _clipped_loss(
-        log_ratio, log_ratio, ones, advantages, action_mask, (clip_ratio_low, clip_ratio_high), denominator
+    check_shapes(
+        action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages
     )
+    check_band(clip_ratio_low, clip_ratio_high)
+    # k is 1 where the recorded log-probs are the proximal ones.
+    arrays = actor_logprobs, rollout_logprobs, rollout_logprobs, advantages, action_mask
+    return _clipped_loss(*arrays, clip=(clip_ratio_low, clip_ratio_high), denominator=denominator)
 
 
 def decoupled_ppo_policy_loss(
@@ -126,15 +131,12 @@ def decoupled_ppo_policy_loss(
     which is the same if there is one update per batch. Then u = 1 and nothing is clipped. k gets no gradient. Else as
     in `dis_policy_loss`. Source: arXiv 2110.00641, arXiv 2505.24298.
     """
-    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
-    check_band(clip_ratio_low, clip_ratio_high)
-    proximal = actor_logprobs.detach() if proximal_logprobs is None else proximal_logprobs.detach()
-    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
-    log_u = _log_ratio(actor_logprobs, proximal, action_mask, name="proximal_logprobs")
-    weight = _log_ratio(proximal, rollout_logprobs, action_mask).exp()
-    return _clipped_loss(
-        log_u, log_ratio, weight, advantages, action_mask, (clip_ratio_low, clip_ratio_high), denominator
+    check_shapes(
+        action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages
     )
+    check_band(clip_ratio_low, clip_ratio_high)
+    arrays = actor_logprobs, rollout_logprobs, proximal_logprobs, advantages, action_mask
+    return _clipped_loss(*arrays, clip=(clip_ratio_low, clip_ratio_high), denominator=denominator)
 
 
 def icepop_policy_loss(
@@ -154,17 +156,14 @@ def icepop_policy_loss(
 
     Arguments as in `dis_policy_loss` and `decoupled_ppo_policy_loss`. Source: arXiv 2510.18855.
     """
-    _check(actor_logprobs, rollout_logprobs, advantages, action_mask)
+    check_shapes(
+        action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages
+    )
     check_band(ratio_low, ratio_high)
     check_band(clip_ratio_low, clip_ratio_high)
-    proximal = actor_logprobs.detach() if proximal_logprobs is None else proximal_logprobs.detach()
-    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
-    log_u = _log_ratio(actor_logprobs, proximal, action_mask, name="proximal_logprobs")
-    mismatch = _log_ratio(proximal, rollout_logprobs, action_mask).exp()
-    low, high = mismatch < ratio_low, mismatch > ratio_high
-    weight = torch.where(low | high, 0.0, mismatch)
-    bounds = clip_ratio_low, clip_ratio_high
-    return _clipped_loss(log_u, log_ratio, weight, advantages, action_mask, bounds, denominator, low=low, high=high)
+    arrays = actor_logprobs, rollout_logprobs, proximal_logprobs, advantages, action_mask
+    clip, band = (clip_ratio_low, clip_ratio_high), (ratio_low, ratio_high)
+    return _clipped_loss(*arrays, clip=clip, band=band, denominator=denominator)
 
 
 def value_loss(
@@ -195,7 +194,7 @@ def value_loss(
 
     Source: the paper gives the square; denominator and no clipping are ours.
     """
-    _check_shapes(values=values, returns=returns, action_mask=action_mask)
+    check_shapes(values=values, returns=returns, action_mask=action_mask)
     values = torch.where(action_mask, _at_least_float32(values), 0.0)
     returns = torch.where(action_mask, _at_least_float32(returns.detach()), 0.0)
     squares = (values - returns).square()
@@ -216,21 +215,25 @@ def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: 
     return (num_action_tokens * num_trajectories).float()[:, None]
 
 
-def check_band(ratio_low: float, ratio_high: float, *, named: str = "ratio bounds") -> None:
-    """Raise ValueError unless 0 <= ratio_low < 1 < ratio_high < exp(20)."""
+def check_band(ratio_low: float, ratio_high: float, *, names: str = "the bounds on the ratio") -> None:
+    """Raise ValueError, which calls the bounds by `names`, unless 0 <= ratio_low < 1 < ratio_high < exp(20)."""
     if not 0 <= ratio_low < 1 < ratio_high < 4.8e8:
         raise ValueError(
-            f"{named} are ({ratio_low}, {ratio_high}); they must enclose 1. They bound the ratio itself: for "
+            f"{names} are ({ratio_low}, {ratio_high}); they must enclose 1. They bound the ratio itself: for "
             "epsilons (0.3, 5.0) give 0.7 and 6.0"
         )
 
 
-def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, name: str = "rollout_logprobs") -> Tensor:
-    """Clamped log-ratio, 0 off the mask. An actor log-prob of NaN stays NaN, so that the trainer sees it."""
+def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, require_finite: bool = True) -> Tensor:
+    """Clamped log-ratio, 0 off the mask. An actor log-prob of NaN stays NaN, so that the trainer sees it.
+
+    `require_finite` refuses other log-probs that are not finite: recorded ones must be, the trainer's own may not.
+    """
     other = torch.where(action_mask, other.detach().to(actor_logprobs.device), 0.0)
-    if name == "rollout_logprobs" and not torch.isfinite(other).all():
+    if require_finite and not torch.isfinite(other).all():
         row, token = (int(i) for i in (~torch.isfinite(other)).nonzero()[0])
-        raise ValueError(f"{name} of row {row}, token {token} is {float(other[row, token])}; it must be finite")
+        found = float(other[row, token])
+        raise ValueError(f"rollout_logprobs of row {row}, token {token} is {found}; it must be finite")
     actor = torch.where(action_mask, _at_least_float32(actor_logprobs), 0.0).clamp(min=MIN_LOGPROB)
     other = _at_least_float32(other).clamp(min=MIN_LOGPROB)
     return (actor - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -247,27 +250,29 @@ def _weighted_log_likelihood(
 
 
 def _clipped_loss(
-    log_u: Tensor,
-    log_ratio: Tensor,
-    weight: Tensor,
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    proximal_logprobs: Tensor | None,
     advantages: Tensor,
     action_mask: Tensor,
-    bounds: tuple[float, float],
-    denominator: float | Tensor,
     *,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
+    clip: tuple[float, float],
+    band: tuple[float, float] = (0.0, float("inf")),
+    denominator: float | Tensor,
 ) -> tuple[Tensor, PolicyDiagnostics]:
-    """- sum weight * min(u A, clip(u) A) / denominator; `low` and `high` are tokens removed by the weight."""
-    u = log_u.exp()
+    """- sum k min(u A, clip(u) A) / denominator; u = actor / proximal; k = proximal / rollout, 0 outside the band."""
+    proximal = (actor_logprobs if proximal_logprobs is None else proximal_logprobs).detach()
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask)
+    u = _log_ratio(actor_logprobs, proximal, action_mask, require_finite=False).exp()
+    k = _log_ratio(proximal, rollout_logprobs, action_mask).exp()
+    outside_low, outside_high = k < band[0], k > band[1]
+    k = torch.where(outside_low | outside_high, 0.0, k)
     advantages = torch.where(action_mask, advantages.detach(), 0.0)
-    surrogate = torch.minimum(u * advantages, u.clamp(*bounds) * advantages)
-    surrogate = torch.where(action_mask, weight.detach() * surrogate, 0.0)
+    surrogate = torch.minimum(u * advantages, u.clamp(*clip) * advantages)
+    surrogate = torch.where(action_mask, k * surrogate, 0.0)
     loss = -(surrogate / _denominator(denominator, action_mask)).sum()
-    clipped_low, clipped_high = (u < bounds[0]) & (advantages < 0), (u > bounds[1]) & (advantages > 0)
-    removed_low = clipped_low if low is None else low | clipped_low
-    removed_high = clipped_high if high is None else high | clipped_high
-    return loss, policy_diagnostics(log_ratio, action_mask, removed_low=removed_low, removed_high=removed_high)
+    low, high = outside_low | (u < clip[0]) & (advantages < 0), outside_high | (u > clip[1]) & (advantages > 0)
+    return loss, policy_diagnostics(log_ratio, action_mask, removed_low=low, removed_high=high)
 
 
 def _denominator(denominator: float | Tensor, mask: Tensor) -> float | Tensor:
@@ -285,20 +290,3 @@ def _denominator(denominator: float | Tensor, mask: Tensor) -> float | Tensor:
 
 def _at_least_float32(array: Tensor) -> Tensor:
     return array.to(torch.promote_types(array.dtype, torch.float32))
-
-
-def _check(actor_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, action_mask: Tensor) -> None:
-    _check_shapes(
-        actor_logprobs=actor_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        action_mask=action_mask,
-    )
-
-
-def _check_shapes(*, action_mask: Tensor, **arrays: Tensor) -> None:
-    if action_mask.dtype != torch.bool or action_mask.ndim != 2:
-        raise ValueError(f"action_mask is {action_mask.dtype} {tuple(action_mask.shape)}; it must be bool (B, T)")
-    for name, array in arrays.items():
-        if array.shape != action_mask.shape:
-            raise ValueError(f"{name} has shape {tuple(array.shape)}, the action mask {tuple(action_mask.shape)}")

@@ -6,9 +6,8 @@ An agent is trained from single finished rollouts, in the order in which they fi
     actor_loss   -> one actor update    -> publish            engines take the weights with rollouts in flight
     critic_loss  -> K = 2 critic updates                      attention frozen, pretrained before RL starts
 By the paper's letter: DIS (eq. 1 to 3), skip-observation GAE (eq. 4, 5), length-adaptive lambda, critic lambda 1.
-Ours, because the paper is silent: the ratio carries no gradient; the denominator is all action tokens of the batch,
-rejected ones included; gamma = 1; advantages are whitened with a floor; truncated rollouts have V = 0 at their end.
-This page composes; the maths is in advantages.py, losses.py and diagnostics.py.
+Ours, the paper being silent: no gradient through the ratio; the denominator counts all action tokens of the batch,
+rejected ones too; gamma = 1; whitening with a floor; V = 0 beyond a truncated end. The maths is in the other files.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from torch import Tensor, where
 
 import sao.algorithm.advantages as adv
 import sao.algorithm.losses as losses
+from sao.algorithm.checks import check_settings
 from sao.algorithm.diagnostics import PolicyDiagnostics
 
 AdvantageName = Literal["skip_observation", "observation_inclusive", "step_mean", "step_last", "given"]
@@ -49,7 +49,7 @@ class AlgorithmConfig:
     lambda_critic: float = 1.0
     """Lambda of the critic's targets (paper)."""
     whiten: bool = True
-    """Scale the batch's advantages to mean 0, deviation 1; ours. Turn it off for the GRPO family."""
+    """Scale the batch's advantages to mean 0, deviation 1; ours. Must be off for the GRPO family and batch_mean."""
     whiten_floor: float = 0.1
     """Least divisor in whitening; a nearly constant batch otherwise explodes the gradient."""
     denominator: Literal["action_tokens", "kept_tokens", "trajectory_mean"] = "action_tokens"
@@ -64,16 +64,12 @@ class AlgorithmConfig:
     """Whether observation_inclusive also fits V at observation tokens, so that it is no straw man."""
 
     def __post_init__(self) -> None:
-        losses.check_band(self.ratio_low, self.ratio_high, named="ratio_low and ratio_high")
-        losses.check_band(self.clip_ratio_low, self.clip_ratio_high, named="clip_ratio_low and clip_ratio_high")
-        for name in ("lam", "gamma", "lambda_critic"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
-        for name in ("alpha", "whiten_floor", "value_clip"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        shares, above_zero = ("lam", "gamma", "lambda_critic"), ("alpha", "whiten_floor", "value_clip")
+        check_settings(self, "algorithm", shares=shares, above_zero=above_zero)
+        losses.check_band(self.ratio_low, self.ratio_high, names="algorithm.ratio_low, ratio_high")
+        losses.check_band(self.clip_ratio_low, self.clip_ratio_high, names="algorithm.clip_ratio_low, clip_ratio_high")
         if self.train_observation_values and self.advantage != "observation_inclusive":
-            raise ValueError(f"train_observation_values needs advantage observation_inclusive, not {self.advantage}")
+            raise ValueError(f"algorithm.train_observation_values is for observation_inclusive, not {self.advantage}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +89,13 @@ class Targets:
 
 def targets(
     *, rewards: Tensor, values: Tensor, action_mask: Tensor, turns: Tensor, num_action_tokens: Tensor,
-    bootstrap: Tensor | None = None, given: Tensor | None = None, config: AlgorithmConfig,
+    bootstrap: Tensor | None = None, given: Tensor | None = None, rollout_of_row: Tensor | None = None,
+    config: AlgorithmConfig,
 ) -> Targets:  # fmt: skip
-    """Advantages and returns of a whole batch: (B, T) arrays; num_action_tokens, bootstrap, given (B,)."""
+    """Advantages and returns of a whole batch: arrays (B, T); (B,) are l, bootstrap, given and the rollout of each row.
+
+    Raises ValueError as the functions of advantages.py do, and where `given` is configured but not one per row.
+    """
     value_mask, length = action_mask, num_action_tokens  # l counts the steps of the recursion, in each form
     match config.advantage:
         case "observation_inclusive":
@@ -105,20 +105,20 @@ def targets(
         case "step_mean" | "step_last":
             length, mean = adv.num_steps(turns, action_mask), config.advantage == "step_mean"
             gae = partial(adv.step_gae, rewards, values, action_mask, turns, step_value="mean" if mean else "last")
-        case _:  # eq. 4, 5: delta = r + gamma V(next action token) - V, A = delta + gamma lambda A(next action token)
+        case "skip_observation" | "given":  # eq. 4, 5: A = d + gamma lambda A(next), d = r + gamma V(next) - V
             gae = partial(adv.skip_observation_gae, rewards, values, action_mask)
     gae = partial(gae, gamma=config.gamma, bootstrap=bootstrap if config.bootstrap_truncated else None)
     returns = gae(lam=config.lambda_critic)[1]  # return = A(lambda_critic) + V
     if config.advantage == "given":
         if given is None or given.shape != num_action_tokens.shape:
-            raise ValueError("advantage = given needs one number per row from a baseline, in given")
+            raise ValueError("algorithm.advantage = given needs one number per row from a baseline, in given")
         raw = where(action_mask, given[:, None], 0.0)
     else:
         lam = config.lam if config.alpha is None else adv.length_adaptive_lambda(length, alpha=config.alpha)
         raw = where(action_mask, gae(lam=lam)[0], 0.0)  # lambda_actor = 1 - 1/(alpha l)
-    (mean, std), final, whitened = adv.moments(raw, action_mask), raw, False
-    if config.whiten:  # ours: A <- (A - mean) / max(std, floor)
-        final, whitened = adv.whiten(raw, action_mask, rewards=rewards, floor=config.whiten_floor)
+    mean, std = adv.moments(raw, action_mask)
+    whiten = partial(adv.whiten, rewards=rewards, rollout_of_row=rollout_of_row, floor=config.whiten_floor)
+    final, whitened = whiten(raw, action_mask) if config.whiten else (raw, False)  # ours: (A - mean) / max(std, floor)
     return Targets(advantages=final, returns=returns, value_mask=value_mask, advantage_mean=mean,
                    advantage_std=std, whitened=whitened)  # fmt: skip
 

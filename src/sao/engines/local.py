@@ -13,7 +13,7 @@ from sao.clock import Clock
 from sao.engines.decoder import Decoder, Delivery, Generation
 from sao.engines.protocol import EngineError, EngineHealth, Sampling
 from sao.engines.settings import EngineConfig, EngineCost
-from sao.models.load import DTYPES, load_folder, read_weights
+from sao.models.load import DTYPES, find_device, load_folder, read_weights
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class LocalEngine:
             raise ValueError(
                 f"engine.max_context is {self._config.max_context}, but the model knows {positions} positions"
             )
-        nn.Module.to(model, DTYPES[self._config.dtype])
+        nn.Module.to(model, find_device(self._config.device), DTYPES[self._config.dtype])
         self._decoder = Decoder(
             model,
             version=version,
@@ -80,7 +80,7 @@ class LocalEngine:
         """An engine that holds a published snapshot, proved by its probe. Raises EngineError."""
         config = config or EngineConfig()
         try:
-            model = load_folder(snapshot.location, dtype=DTYPES[config.dtype])
+            model = load_folder(snapshot.location, dtype=DTYPES[config.dtype], device=config.device)
         except Exception as error:
             raise EngineError(f"policy version {snapshot.version}: {_told(error)}") from error
         engine = cls(model, clock, config, cost, version=snapshot.version)

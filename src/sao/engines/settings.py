@@ -20,6 +20,8 @@ class EngineConfig:
     """Torch threads of an engine in its own process; an inline engine shares its process's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the engine's weights and cache; float32 agrees with a float32 trainer to 1e-4."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; as `model.device`, of which it is independent. The GPU path is untested."""
     flush_tokens: int = 16
     """Tokens given out at once; a stop and a change of version give out what there is."""
     probe_tolerance: float = 1e-3

@@ -23,6 +23,8 @@ from transformers import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+Device = Literal["auto", "cpu", "cuda"]
+
 # Small models load in milliseconds and snapshots are written at every step: their bars would drown the run's output.
 transformers.utils.logging.disable_progress_bar()
 
@@ -63,6 +65,9 @@ class ModelConfig:
     """Whether a built model's head is its embedding: for small vocabularies this learns faster."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights. float32 makes engine and trainer agree to 1e-4; bfloat16 halves memory."""
+    device: Device = "auto"
+    """Where trainer and fine-tuning compute: auto takes the GPU where torch finds one (CUDA or ROCm). Tests run on CPUs
+    only; the GPU path is untested. The engine has its own `engine.device`."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention of `transformers`; sdpa is exact on packed sequences and fast on a CPU."""
 
@@ -94,28 +99,48 @@ class ModelConfig:
             raise ValueError(f"model.gguf_file is {self.gguf_file!r} but model.path is empty; name the file's folder")
 
 
+def find_device(name: Device) -> torch.device:
+    """The device of that name; auto is the GPU where torch finds one. Raises ValueError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError(
+            'device is "cuda", but torch finds no GPU: install the torch that fits the driver, or set model.device and '
+            'engine.device to "auto" or "cpu"'
+        )
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
 def load_causal_lm(config: ModelConfig, *, seed: int, tokenizer_size: int = 0) -> PreTrainedModel:
     """The model in eval mode (no dropout, ever): read from `config.path`, or built with weights drawn from `seed`.
 
     `tokenizer_size` is the vocabulary of a built model whose configuration leaves it 0. Raises ValueError naming the
     folder or file for a checkpoint that is missing, corrupt or incomplete, and for a head that rescales its logits.
+    The model is on the CPU, whatever `config.device`: it is there to be saved.
     """
     dtype = DTYPES[config.dtype]
-    if config.path and config.gguf_file:
-        model = _load_gguf(config, dtype)
-    elif config.path:
-        model = load_folder(config.path, dtype=dtype, attention=config.attention)
-    else:
-        model = _build(config, dtype, seed, tokenizer_size)
+    if config.path and not config.gguf_file:
+        return load_folder(config.path, dtype=dtype, attention=config.attention)
+    model = _load_gguf(config, dtype) if config.path else _build(config, dtype, seed, tokenizer_size)
     _check_head(model)
     return model
 
 
-def load_folder(path: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa") -> PreTrainedModel:
+def load_folder(
+    path: str | Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa", device: Device = "cpu"
+) -> PreTrainedModel:
     """A causal model from a folder or hub name, in eval mode; `dtype` None keeps the checkpoint's.
 
-    Raises ValueError naming the file that is missing or corrupt, or the weights that the checkpoint lacks.
+    Raises ValueError naming the file that is missing or corrupt, or the weights that the checkpoint lacks, for a head
+    that rescales its logits, and for a GPU that is not there.
     """
+    place = find_device(device)
+    model = _read(path, dtype=dtype, attention=attention)
+    nn.Module.to(model, place)
+    _check_head(model)
+    return model
+
+
+def _read(path: str | Path, *, dtype: torch.dtype | None, attention: str) -> PreTrainedModel:
     _check_files(Path(path))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -185,7 +210,7 @@ def read_weights(folder: str | Path, like: PreTrainedModel) -> dict[str, torch.T
             found.update({name: tensors.get_tensor(name) for name in tensors.keys() if name in wanted})  # noqa: SIM118
     if found.keys() != wanted.keys():
         # Mixtures of experts are saved per expert and held fused: only transformers knows the conversion.
-        found = dict(named_weights(load_folder(folder, dtype=next(like.parameters()).dtype)))
+        found = dict(named_weights(_read(folder, dtype=next(like.parameters()).dtype, attention="sdpa")))
     bad = [name for name, weight in wanted.items() if name not in found or found[name].shape != weight.shape]
     if bad:
         raise ValueError(f"checkpoint {str(folder)!r} is of another shape than the model: {bad[:5]}")
@@ -286,17 +311,29 @@ def _check_files(folder: Path) -> None:
             raise ValueError(f"weight file {str(file)!r} is corrupt: {error}") from error
 
 
+def check_head_config(config: PreTrainedConfig) -> None:
+    """Raise ValueError if a model's own settings say that something comes after its head; needs no weights."""
+    text = config.get_text_config()
+    scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
+    if getattr(text, "final_logit_softcapping", None) or any(scale not in (None, 1.0) for scale in scales):
+        raise ValueError(_after_the_head(config.model_type))
+
+
 def _check_head(model: PreTrainedModel) -> None:
     """Log-probs are computed from hidden state and head alone, so nothing may come after the head."""
-    config = model.config.get_text_config()
-    tokens = torch.tensor([[0, config.vocab_size - 1]], device=model.device)
+    # A cap is not felt by the small logits of fresh weights.
+    check_head_config(model.config)
+    tokens = torch.tensor([[0, model.config.get_text_config().vocab_size - 1]], device=model.device)
     with torch.no_grad():
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         expected = model(input_ids=tokens, use_cache=False).logits.float()
         gap = (output_head(model)(hidden).float() - expected).abs().max()
-    # A cap is not felt by the small logits of fresh weights, so it is also looked up by its name.
-    if gap > 1e-3 * expected.abs().max() or getattr(config, "final_logit_softcapping", None):
-        raise ValueError(
-            f"{type(model).__name__} rescales or caps its logits after the head, which chunked log-probs do not know;"
-            " use a model of the Qwen3, Qwen3Moe or Llama family"
-        )
+    if gap > 1e-3 * expected.abs().max():
+        raise ValueError(_after_the_head(type(model).__name__))
+
+
+def _after_the_head(name: str) -> str:
+    return (
+        f"{name} rescales or caps its logits after the head, which chunked log-probs do not know; use a model of the "
+        "Qwen3, Qwen3Moe or Llama family"
+    )

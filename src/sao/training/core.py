@@ -194,6 +194,7 @@ class TrainerCore:
             num_action_tokens=to_tensor(arrays.num_action_tokens, device),
             bootstrap=bootstrap,
             given=self._given(batch, arrays),
+            rollout_of_row=to_tensor(arrays.rollout_of_row, device),
             config=self.algorithm,
         )
         self._step = _Step(

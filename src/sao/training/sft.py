@@ -3,7 +3,6 @@
 T tokens of an example.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,55 +13,32 @@ from transformers import PreTrainedModel
 from sao.models.packed_attention import use_packed_attention
 from sao.models.scoring import action_logprobs
 from sao.observe.metrics import Metric, last
-from sao.pipeline.packing import pack, shuffled_batches
+from sao.pipeline.packing import pack
 from sao.rollout.protocol import Renderer
-from sao.training.optimiser import Decay, Optimiser, Progress, learning_rate
+from sao.training.fitting import FitConfig, fit
+from sao.training.optimiser import Decay, Optimiser, Progress
 from sao.training.passes import forward_inputs, set_activation_checkpointing, to_tensor
-from sao.training.protocol import TrainerError
 from sao.types import BoolArray, GenerationStop, IntArray, Message
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(FitConfig):
     """One stage of supervised fine-tuning. Several stages are several calls, each with its own examples."""
 
-    epochs: int = 1
-    """Passes over the examples; `steps` overrides it where it is not 0."""
-    steps: int = 0
-    """Updates in all; 0 takes the number from `epochs`."""
-    batch_size: int = 32
-    """Examples per update."""
+    stage = "sft"
+
     lr: float = 2e-5
     """Peak learning rate. Usual for a pretrained model; small models from scratch need 1e-3 and more."""
-    warmup_steps: int = 10
-    """Updates over which the rate rises."""
     decay: Decay = "cosine"
     """How the rate falls to 0 after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments; as in the trainer."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only."""
-    grad_clip: float = 1.0
-    """Largest norm of the gradient."""
-    micro_batch_tokens: int = 4096
-    """Tokens packed into one forward pass. Bounds memory; changes no result but for rounding."""
     logprob_chunk_tokens: int = 1024
     """Trained tokens whose logits exist at once. Bounds memory; changes no result but for rounding."""
     activation_checkpointing: bool = False
     """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
-    max_skipped_in_a_row: int = 3
-    """Updates in a row with a gradient that is not finite after which the stage stops."""
 
     def __post_init__(self) -> None:
-        positive = ("batch_size", "lr", "grad_clip", "micro_batch_tokens", "logprob_chunk_tokens")
-        for name in (*positive, "max_skipped_in_a_row"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"sft.{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"sft.{name} is {getattr(self, name)}; it must be 0 or more")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"sft.betas is {self.betas}; both must be in [0, 1)")
+        super().__post_init__()
+        self._require("above 0", "logprob_chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,33 +105,17 @@ def fit_sft(
     optimiser = Optimiser(
         actor.named_parameters(), betas=config.betas, weight_decay=config.weight_decay, grad_clip=config.grad_clip
     )
-    num_steps = config.steps or config.epochs * math.ceil(len(usable) / config.batch_size)
-    history: list[dict[str, Metric]] = []
-    skipped = 0
-    for step, batch in zip(range(num_steps), shuffled_batches(usable, config.batch_size, seed), strict=False):
-        rate = learning_rate(
-            config.lr, step, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=num_steps
-        )
-        loss, tokens = _add_gradient(actor, batch, config)
-        outcome = optimiser.step(rate)
-        skipped = 0 if outcome.applied else skipped + 1
-        if skipped >= config.max_skipped_in_a_row:
-            raise TrainerError(
-                f"the gradient was not finite in the last {skipped} of {step + 1} updates of fine-tuning; lower sft.lr"
-            )
-        metrics = {
-            "sft/loss": last(loss),
-            "sft/tokens": last(tokens),
-            "sft/lr": last(rate),
-            "sft/grad_norm": last(outcome.grad_norm),
-        }
-        history.append(metrics)
-        if progress is not None:
-            progress(step + 1, num_steps, metrics)
-    return history
+    return fit(
+        optimiser,
+        usable,
+        lambda batch: _add_gradient(actor, batch, config),
+        config,
+        seed=seed,
+        progress=progress,
+    )
 
 
-def _add_gradient(actor: PreTrainedModel, batch: Sequence[SftExample], config: SftConfig) -> tuple[float, int]:
+def _add_gradient(actor: PreTrainedModel, batch: Sequence[SftExample], config: SftConfig) -> dict[str, Metric]:
     """Add the gradient of the batch's loss; the loss, and the number of trained tokens."""
     tokens = sum(int(example.action_mask.sum()) for example in batch)
     loss_sum = 0.0
@@ -171,4 +131,4 @@ def _add_gradient(actor: PreTrainedModel, batch: Sequence[SftExample], config: S
         loss = -logprobs.sum() / tokens
         loss.backward()
         loss_sum += float(loss.detach())
-    return loss_sum, tokens
+    return {"sft/loss": last(loss_sum), "sft/tokens": last(tokens)}

@@ -11,54 +11,38 @@ from torch import Tensor
 from sao.algorithm.diagnostics import explained_variance
 from sao.algorithm.sao import AlgorithmConfig, targets
 from sao.observe.metrics import Metric, last
-from sao.pipeline.packing import MicroBatch, pack, rows, shuffled_batches
+from sao.pipeline.packing import MicroBatch, pack, rows
 from sao.training.critic import Critic, Freeze
-from sao.training.optimiser import Decay, Optimiser, Progress, learning_rate
+from sao.training.fitting import FitConfig, fit
+from sao.training.optimiser import Optimiser, Progress
 from sao.training.passes import critic_pass, score_values, to_tensor
 from sao.types import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValuePretrainingConfig:
+class ValuePretrainingConfig(FitConfig):
     """How the critic is pre-trained. The paper does it before RL but does not give its scale."""
+
+    stage = "value_pretraining"
 
     epochs: int = 2
     """Passes over the training share of the rollouts; `steps` overrides it where it is not 0."""
-    steps: int = 0
-    """Updates in all; 0 takes the number from `epochs`."""
     batch_size: int = 32
     """Rollouts per update."""
     lr: float = 5e-6
     """Peak learning rate; the critic's of the paper. Small models from scratch need 1e-3."""
-    warmup_steps: int = 10
-    """Updates over which the rate rises."""
-    decay: Decay = "linear"
-    """How the rate falls to 0 after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments; as in the trainer."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only."""
     grad_clip: float = 10.0
     """Largest norm of the gradient; as the critic's in the trainer."""
     freeze: Freeze = "attention"
-    """What does not train here: the attention modules as in RL, or none. Its own switch: a frozen attention cannot look
-    at a mark in the text that the policy ignores."""
+    """What does not train here: the attention modules as in RL, or none. Its own switch: what the policy's attention
+    does not look at, a frozen one never shows the critic, however much pretraining there is."""
     held_out_share: float = 0.1
     """Share of the prompts whose rollouts are kept for the explained variance that is reported."""
-    micro_batch_tokens: int = 4096
-    """Tokens packed into one forward pass."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "lr", "grad_clip", "micro_batch_tokens"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"value_pretraining.{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("epochs", "steps", "warmup_steps", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"value_pretraining.{name} is {getattr(self, name)}; it must be 0 or more")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"value_pretraining.betas is {self.betas}; both must be in [0, 1)")
+        super().__post_init__()
         if not 0 <= self.held_out_share < 1:
-            raise ValueError(f"value_pretraining.held_out_share is {self.held_out_share}; it must be in [0, 1)")
+            raise ValueError(f"value_pretraining.fit.held_out_share is {self.held_out_share}; it must be in [0, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +78,11 @@ def pretrain_values(
     """Fit the critic's values to returns with lambda 1 and no bootstrap, whatever the algorithm's own lambda.
 
     Untrainable rollouts are left out. Prompts are split, not rollouts, so that no held-out prompt was trained on. The
-    critic's own freezing is as before afterwards. Raises ValueError if no rollout is left to train on.
+    critic's own freezing is as before afterwards. Raises ValueError if no rollout is left to train on, and TrainerError
+    after too many gradients in a row that were not finite.
     """
     work = planned_work(rollouts, config=config, seed=seed)
-    train, held_out, num_steps = work.train, work.held_out, work.updates
+    train, held_out = work.train, work.held_out
     monte_carlo = replace(algorithm, lambda_critic=1.0, bootstrap_truncated=False, value_clip=None)
     frozen_before = critic.freeze
     critic.set_freeze(config.freeze)
@@ -108,14 +93,15 @@ def pretrain_values(
             weight_decay=config.weight_decay,
             grad_clip=config.grad_clip,
         )
-        metrics: dict[str, Metric] = {}
-        for step, chosen in zip(range(num_steps), shuffled_batches(train, config.batch_size, seed), strict=False):
-            rate = learning_rate(
-                config.lr, step, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=num_steps
-            )
-            metrics = _update(critic, optimiser, _part(critic, chosen, config, monte_carlo), monte_carlo, rate)
-            if progress is not None:
-                progress(step + 1, num_steps, metrics)
+        history = fit(
+            optimiser,
+            train,
+            lambda chosen: _add_gradient(critic, chosen, config, monte_carlo),
+            config,
+            seed=seed,
+            progress=progress,
+        )
+        metrics = history[-1] if history else {}
         return metrics | _measure(critic, train, held_out, config, monte_carlo)
     finally:
         critic.set_freeze(frozen_before)
@@ -128,10 +114,11 @@ def planned_work(rollouts: Sequence[Rollout], *, config: ValuePretrainingConfig,
     if not train:
         raise ValueError(
             f"value pretraining has nothing to train on: of {len(rollouts)} rollouts {len(usable)} can be trained on, "
-            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower held_out_share"
+            f"{len(held_out)} of them held out; collect rollouts of more prompts, or lower "
+            "value_pretraining.fit.held_out_share"
         )
+    updates = config.num_steps(len(train))
     per_epoch = math.ceil(len(train) / config.batch_size)
-    updates = config.steps or config.epochs * per_epoch
     return PlannedWork(train=train, held_out=held_out, updates=updates, passes=updates / per_epoch)
 
 
@@ -177,9 +164,11 @@ def _part(
     )
 
 
-def _update(
-    critic: Critic, optimiser: Optimiser, part: _Part, algorithm: AlgorithmConfig, rate: float
+def _add_gradient(
+    critic: Critic, rollouts: Sequence[Rollout], config: ValuePretrainingConfig, algorithm: AlgorithmConfig
 ) -> dict[str, Metric]:
+    """Add the gradient of the batch's loss; the loss."""
+    part = _part(critic, rollouts, config, algorithm)
     loss = critic_pass(
         critic,
         part.packs,
@@ -189,12 +178,7 @@ def _update(
         denominator=float(part.value_mask.sum()),
         algorithm=algorithm,
     )
-    outcome = optimiser.step(rate)
-    return {
-        "value_pretraining/loss": last(loss),
-        "value_pretraining/lr": last(rate),
-        "value_pretraining/grad_norm": last(outcome.grad_norm),
-    }
+    return {"value_pretraining/loss": last(loss)}
 
 
 def _measure(
@@ -207,11 +191,24 @@ def _measure(
     """Explained variance on both parts; NaN where it is undefined."""
     found: dict[str, Metric] = {"value_pretraining/rollouts": last(len(train) + len(held_out))}
     for name, rollouts in (("explained_variance", train), ("explained_variance_held_out", held_out)):
-        score = None
-        if rollouts:
-            part = _part(critic, rollouts, config, algorithm)
-            height, width = part.returns.shape
-            values, _ = score_values(critic, part.packs, shape=(height, width), num_sequences=part.num_sequences)
-            score = explained_variance(values, part.returns, part.value_mask)
+        score = _explained_variance(critic, rollouts, config, algorithm)
         found[f"value_pretraining/{name}"] = last(math.nan if score is None else score)
     return found
+
+
+def _explained_variance(
+    critic: Critic, rollouts: Sequence[Rollout], config: ValuePretrainingConfig, algorithm: AlgorithmConfig
+) -> float | None:
+    """Over all rollouts, which are scored a batch at a time: padded to one length, a whole log fills the memory."""
+    values: list[Tensor] = []
+    returns: list[Tensor] = []
+    for start in range(0, len(rollouts), config.batch_size):
+        part = _part(critic, rollouts[start : start + config.batch_size], config, algorithm)
+        height, width = part.returns.shape
+        scored, _ = score_values(critic, part.packs, shape=(height, width), num_sequences=part.num_sequences)
+        values.append(scored[part.value_mask])
+        returns.append(part.returns[part.value_mask])
+    if not returns:
+        return None
+    every = torch.cat(returns)[None]
+    return explained_variance(torch.cat(values)[None], every, torch.ones_like(every, dtype=torch.bool))

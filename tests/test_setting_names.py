@@ -1,0 +1,68 @@
+"""Errors call settings by the names that a configuration knows."""
+
+import ast
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+import sao
+from sao.config import ConfigError, describe, from_tree
+
+KEYS = {key: default for key, default, _ in describe()}
+NUMBERS = sorted(key for key, default in KEYS.items() if re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", default))
+SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
+ANY = ("seed", "length_exponent")
+LISTS = ("sft", "evaluation_tasks")
+
+
+def tree_with(key: str, value: float) -> dict:
+    first, *rest = key.split(".")
+    inner: typing.Any = value
+    for name in reversed(rest):
+        inner = {name: inner}
+    return {first: [inner] if first in LISTS else inner}
+
+
+def texts_of_errors() -> dict[str, str]:
+    """Every text in a `raise` of the source, placeholders as {}, and where it stands."""
+    found = {}
+    for path in Path(sao.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                for text in ast.walk(node):
+                    if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                        found[text.value] = f"{path.name}:{text.lineno}"
+    return found
+
+
+def complaint(key: str, value: float) -> str:
+    """What is said of a configuration with this number, indexes of lists left out; nothing where it is accepted."""
+    try:
+        from_tree(tree_with(key, value))
+    except ConfigError as error:
+        return re.sub(r"\b(sft|evaluation_tasks)\.?0\b", r"\1", str(error))
+    return ""
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_refused_number_is_named_by_its_key(key: str) -> None:
+    """Catches a message about `sft.lr` or `engine cost` that sends someone to a key which does not exist."""
+    section, _, name = key.rpartition(".")
+    texts = {complaint(key, value) for value in (-1, -0.5, float("nan"), float("inf"), 0, 1e300)} - {""}
+    assert texts or name in ANY, f"{key} takes anything"
+    for text in texts:
+        assert re.search(rf"\b{name}\b", text), text
+        assert not section or f"{section}." in text or f"[{section}]" in text, text
+
+
+def test_every_setting_that_an_error_names_exists() -> None:
+    """Catches advice to change a setting that was renamed or moved."""
+    pattern = re.compile(rf"(?<![\w./])((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_]+)+)(?![\w{{(])")
+    sections = {key.rpartition(".")[0] for key in KEYS}
+    named = {name: where for text, where in texts_of_errors().items() for name in pattern.findall(text)}
+    files = {name for name in named if name.endswith((".json", ".toml", ".py"))}
+    unknown = {name: where for name, where in named.items() if name not in KEYS and name not in sections | files}
+    assert not unknown
+    assert len(named) > 20

@@ -166,10 +166,10 @@ def imo_answerbench_tasks(folder: Path) -> list[Task]:
 
 
 def _gsm8k_texts(record: Any) -> tuple[str, str]:
-    texts = [record.get(name) for name in ("question", "answer")] if isinstance(record, dict) else []
-    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+    question, solution = (record.get("question"), record.get("answer")) if isinstance(record, dict) else (None, None)
+    if not isinstance(question, str) or not isinstance(solution, str):
         raise BadRecordError("no GSM8K record: an object with the texts question and answer")
-    return texts[0].strip(), texts[1]
+    return question.strip(), solution
 
 
 def _imo_rows(path: Path, rows: "csv.DictReader[str]") -> list[Task]:

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 import sao
-from sao.config import RunConfig, describe, field_docstrings
+from sao.config import RunConfig, describe
+from sao.config_tree import field_docstrings
 
 ROOT = Path(sao.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = (
     "types", "clock", "store", "algorithm", "observe", "envs", "models", "engines", "rollout", "pipeline", "training",
-    "evaluate", "loop", "intake", "orchestrator", "config", "resume", "build", "evaluator", "stages", "single",
-    "preflight", "progress", "cli", "entry",
+    "evaluate", "loop", "intake", "orchestrator", "config_tree", "config", "resume", "build", "evaluator", "stages",
+    "single", "preflight", "progress", "cli", "entry",
 )  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 400, 60
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sao.config import ConfigError, RunConfig, from_tree, resolve, to_toml
+from sao.config import RunConfig, from_tree, resolve, to_toml
+from sao.config_tree import ConfigError
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -65,9 +66,9 @@ def write(tmp_path: Path, text: str) -> Path:
         ('name = ".hidden"', r"name is '\.hidden'; it names a folder"),
         (
             "[algorithm]\nratio_low = 2.0",
-            r"algorithm\.ratio_low and ratio_high are \(2\.0, 6\.0\); they must enclose 1",
+            r"algorithm\.ratio_low, ratio_high are \(2\.0, 6\.0\); they must enclose 1",
         ),
-        ("[algorithm]\nclip_ratio_high = 0.5", r"algorithm: clip_ratio_low and clip_ratio_high are \(0\.8, 0\.5\)"),
+        ("[algorithm]\nclip_ratio_high = 0.5", r"algorithm\.clip_ratio_low, clip_ratio_high are \(0\.8, 0\.5\)"),
         ("[algorithm]\ngamma = 2", r"algorithm\.gamma is 2\.0; it must be in \[0, 1\]"),
         ("seed = " + "9" * 5000, r"config\.toml is not TOML: .*digits"),
         ("seed = " + "[" * 5000, r"config\.toml is not TOML: "),

@@ -29,7 +29,6 @@ def snapshot_of(folder: Path) -> tuple[Snapshot, Path]:
     return run_virtual(publish()), tokenizer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_hangs_costs_one_evaluation(fault: signal.Signals, tmp_path: Path) -> None:
     """Catches an evaluation that waits for its engine until every rollout's time limit, and one that ends the run."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import sao
-from sao.config import ConfigError, describe, from_tree
+from sao.config import describe, from_tree
+from sao.config_tree import ConfigError
 
 KEYS = {key: default for key, default, _ in describe()}
 NUMBERS = sorted(key for key, default in KEYS.items() if re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", default))

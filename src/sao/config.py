@@ -6,15 +6,10 @@ describe() -> lines                            every key with its default and me
 to_markdown() -> str                           the same as a page
 """
 
-import ast
 import dataclasses
-import difflib
 import functools
-import inspect
 import itertools
-import math
 import re
-import textwrap
 import tomllib
 import typing
 from collections.abc import Iterator, Sequence
@@ -25,6 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
+from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, readable
 from sao.engines.local import EngineConfig, EngineCost
 from sao.envs.demonstrations import FLAWLESS, NoiseConfig
 from sao.envs.select import EnvironmentConfig, TasksConfig
@@ -35,7 +31,7 @@ from sao.pipeline.baselines import BaselineConfig
 from sao.rollout.process import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
-from sao.store.toml import toml_lines, toml_value
+from sao.store.toml import toml_lines
 from sao.training.core import TrainerConfig
 from sao.training.inline import TrainerCost
 from sao.training.sft import SftConfig
@@ -48,17 +44,6 @@ take their defaults, unknown keys are refused with the nearest known one, and `-
 from the command line (`--set sft.0.fit.lr=1e-4` in a list). `"none"` stands for no value. Sections in double brackets
 may stand several times. A section that is left out altogether, such as `[value_pretraining]`, skips its stage.
 """
-_ENDLESS = {
-    "engine.start_timeout_s", "engine.load_timeout_s", "rollout.timeout_s", "rollout.step_timeout_s",
-    "loop.batch_timeout_s", "loop.trainer_timeout_s", "loop.engine_timeout_s",
-}  # fmt: skip
-"""Keys that may be inf: waits that then have no end. Every other number must be finite."""
-_LONGEST_S = 1e6
-"""Eleven days; sockets take no limit much longer."""
-
-
-class ConfigError(ValueError):
-    """The configuration is wrong; the message names the key, the value and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +196,12 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """A checked configuration from nested tables. Raises ConfigError."""
     for override in overrides:
-        _apply(tree, override)
-    _refuse_unknown(tree, RunConfig, "")
+        apply_override(tree, override)
+    check_tree(tree, RunConfig, known=[name for name, _, _ in describe()])
     try:
         return _adapter().validate_python(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_readable(problem) for problem in error.errors())) from error
+        raise ConfigError("\n".join(readable(problem) for problem in error.errors())) from error
 
 
 @functools.cache
@@ -231,7 +216,7 @@ def to_toml(config: RunConfig) -> str:
 
 def describe() -> Iterator[tuple[str, str, str]]:
     """(key, default, meaning) of every leaf. Keys below a list show the defaults of one entry."""
-    yield from _describe(RunConfig(), "")
+    yield from describe_fields(RunConfig(), "")
 
 
 def to_markdown() -> str:
@@ -252,153 +237,3 @@ def _heading(section: str) -> str:
     first, _, rest = section.partition(".")
     repeated = typing.get_origin(typing.get_type_hints(RunConfig)[first]) is tuple
     return f"`[[{first}]]`" if repeated and not rest else f"`[{section}]`"
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    if "\n" in override or "\r" in override:
-        raise ConfigError(f"override {override!r} has several lines; write --set before each")
-    *sections, leaf = key.strip().split(".")
-    table: Any = tree
-    for section in sections:
-        table = _enter(table, section, key)
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        value = text.strip()
-    if isinstance(table, list):
-        table[_index(table, leaf, key)] = value
-    elif isinstance(table, dict):
-        _refuse_index(leaf, key)
-        table[leaf] = value
-    else:
-        raise ConfigError(f"override {key}: {sections[-1]} is a value, not a section")
-
-
-def _enter(table: Any, section: str, key: str) -> Any:
-    if isinstance(table, list):
-        return table[_index(table, section, key)]
-    if not isinstance(table, dict):
-        raise ConfigError(f"override {key}: {section} lies below a value, not a section")
-    _refuse_index(section, key)
-    return table.setdefault(section, {})
-
-
-def _refuse_index(section: str, key: str) -> None:
-    if section.isdigit():
-        listed = key.strip().split(f".{section}")[0]
-        raise ConfigError(f"override {key}: the file has no [[{listed}]] to override; write one there first")
-
-
-def _index(table: list[Any], section: str, key: str) -> int:
-    if not section.isdigit() or int(section) >= len(table):
-        raise ConfigError(f"override {key}: {section!r} is no index into a list of {len(table)} (they count from 0)")
-    return int(section)
-
-
-def _refuse_unknown(tree: Any, declared: Any, prefix: str) -> None:
-    """Name the nearest key for every unknown one."""
-    declared = _dataclass_of(declared)
-    if declared is None:
-        return
-    if isinstance(tree, list):
-        for index, entry in enumerate(tree):
-            _refuse_unknown(entry, declared, f"{prefix}{index}.")
-        return
-    if not isinstance(tree, dict):
-        return
-    hints = typing.get_type_hints(declared)
-    for key, value in tree.items():
-        if key not in hints:
-            raise ConfigError(f"unknown key {prefix}{key}{_nearest(key, hints, prefix)}")
-        if value == "none" and type(None) in typing.get_args(hints[key]):
-            tree[key] = None  # TOML has no null
-        _refuse_number(value, hints[key], f"{prefix}{key}")
-        _refuse_unknown(value, hints[key], f"{prefix}{key}.")
-
-
-def _refuse_number(value: Any, declared: Any, key: str) -> None:
-    """Refuse what no number of a configuration can be; ranges are for the section that declares it."""
-    if isinstance(value, list):
-        for each in value:
-            _refuse_number(each, declared, key)
-    elif isinstance(value, str) and float in (declared, *typing.get_args(declared)):
-        try:
-            number = float(value)  # as pydantic takes it: "nan" and "1e999" too
-        except ValueError:
-            return
-        _refuse_number(number, float, key)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{key} is a number of {value.bit_length()} bits; it must fit into 64")
-    elif isinstance(value, float) and not math.isfinite(value):
-        if value != math.inf or key not in _ENDLESS:
-            raise ConfigError(f"{key} is {value}; it must be a finite number")
-    elif isinstance(value, int | float) and key.endswith(("_s", "_seconds")) and value > _LONGEST_S:
-        endless = ", or inf for no limit" if key in _ENDLESS else ""
-        raise ConfigError(f"{key} is {value:g}; it must be at most {_LONGEST_S:g} seconds{endless}")
-
-
-def _nearest(key: str, hints: dict[str, Any], prefix: str) -> str:
-    close = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    everywhere = [name for name, _, _ in describe() if name.rpartition(".")[2] == key]
-    return f"; did you mean {everywhere[0]}?" if everywhere else f"; known here: {', '.join(hints)}"
-
-
-def _dataclass_of(declared: Any) -> Any:
-    """The dataclass within X, X | None or tuple[X, ...]; None where there is none."""
-    candidates = (declared, *typing.get_args(declared))
-    return next((each for each in candidates if dataclasses.is_dataclass(each)), None)
-
-
-def _readable(problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"]) or "configuration"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        # A part does not know under which key it stands, so its message may name its own field alone.
-        section = ".".join(part for part in problem["loc"] if isinstance(part, str))
-        if not section or f"{section}." in message:
-            return message
-        key = message.split(" ")[0]
-        given = isinstance(problem["input"], dict) and key in problem["input"]
-        return f"{place}.{message}" if given else f"[{place}] {message}"
-    if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
-        return f"[{place}] is a list of sections; write [[{place}]]"
-    if isinstance(problem["input"], list) and problem["type"].startswith("dataclass"):
-        return f"[[{place}]] is one section; write [{place}]"
-    return f"{place} is {problem['input']!r}: {message}"
-
-
-def _describe(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Leaves first, then sections. `config` holds the defaults: they may differ from those of a section's own class."""
-    meanings, hints = field_docstrings(type(config)), typing.get_type_hints(type(config))
-    sections = {name: inner for name in hints if (inner := _dataclass_of(hints[name])) is not None}
-    for name in hints:
-        if name not in sections:
-            yield f"{prefix}{name}", toml_value(getattr(config, name)), meanings[name]
-    for name, inner in sections.items():
-        default = getattr(config, name)
-        # An absent section, or a list without entries, shows what one would hold.
-        yield from _describe(default if dataclasses.is_dataclass(default) else inner(), f"{prefix}{name}.")
-
-
-def field_docstrings(declared: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, or of the one it extends; "" where it has none."""
-    base = declared.__base__
-    inherited = field_docstrings(base) if base is not None and dataclasses.is_dataclass(base) else {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    meanings = {entry.name: inherited.get(entry.name, "") for entry in dataclasses.fields(declared)}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = (
-                following.value.value
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                else ""
-            )
-            if isinstance(text, str):
-                meanings[statement.target.id] = " ".join(text.split())
-    return meanings

@@ -27,7 +27,7 @@ from sao.store.log import RolloutLogWriter, read
 from sao.store.records import Finished
 from sao.store.run_folder import RunFolder, read_checkpoint
 from sao.training.weights import SnapshotStore
-from sao.types import Rollout, Task
+from sao.types import Task
 
 Progress = Callable[[str, int, int], None]
 
@@ -128,39 +128,40 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
         raise ValueError(f"the task source {source.name} has no task")
     (out / "log").mkdir(parents=True)
     log = RolloutLogWriter(out / "log")
-    done: list[Rollout] = []
 
     async def run() -> None:
         async with playing(policy, scratch, purpose="training") as worker:
-            done.extend(
-                await play_all(
-                    tasks,
-                    worker,
-                    log,
-                    config.loop,
-                    seed_of=lambda task, attempt: rollout_seed(config.seed, task.id, attempt),
-                    on_end=lambda ended: progress("rollouts", ended, len(tasks)),
-                )
+            await play_all(
+                tasks,
+                worker,
+                log,
+                config.loop,
+                seed_of=lambda task, attempt: rollout_seed(config.seed, task.id, attempt),
+                on_end=lambda ended: progress("rollouts", ended, len(tasks)),
             )
 
-    def write() -> int:
-        kept = [rollout for rollout in done if rollout.trainable and (rollout.reward > 0 or not only_right)]
-        renderer = policy.renderer
-        return write_traces(out / "traces.jsonl", [trace_of(rollout, renderer) for rollout in kept])
+    def write() -> tuple[int, int]:
+        """Traces written, and rollouts played, as the log has them."""
+        log.close()
+        done = [record.rollout for record in read(out / "log") if isinstance(record, Finished)]
+        if not done:
+            shutil.rmtree(out)
+            return 0, 0
+        kept = [rollout for rollout in done if rollout.reward > 0 or not only_right]
+        traces = [trace_of(rollout, policy.renderer) for rollout in kept]
+        return write_traces(out / "traces.jsonl", traces), len(done)
 
     try:
         asyncio.run(run())
     except BaseException as error:
-        if done:
-            error.add_note(f"{write()} traces of the {len(done)} rollouts played so far are in {out / 'traces.jsonl'}")
+        traces, played = write()
+        if played:
+            error.add_note(f"{traces} traces of the {played} rollouts played so far are in {out / 'traces.jsonl'}")
         raise
-    finally:
-        log.close()
-        if not any(isinstance(record, Finished) for record in read(out / "log")):
-            shutil.rmtree(out)
-    if not any(rollout.trainable for rollout in done):
-        raise WorldError(f"none of {len(done)} rollouts can be trained on; the first: {done[0].failure_text}")
-    return write()
+    traces, played = write()
+    if not played:
+        raise WorldError(f"none of {len(tasks)} tasks gave a rollout that can be trained on; see the messages above")
+    return traces
 
 
 def collect_from_teacher(

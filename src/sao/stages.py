@@ -148,7 +148,7 @@ def latest_commit(folder: RunFolder) -> Checkpoint | None:
 
 def check_settled(old: RunConfig, new: RunConfig, folder: RunFolder) -> None:
     """Raise ValueError for a setting that has done its work in this run, so that changing it would change nothing."""
-    committed = folder.latest_checkpoint() is not None
+    committed = bool(folder.checkpoint_paths())
     settled = {
         "seed": committed,
         "clock": committed,

@@ -19,7 +19,7 @@ from sao.engines.process import ProcessEngine
 from sao.engines.protocol import Engine
 from sao.envs.select import World, make_world
 from sao.envs.tokenizer import save_tokenizer
-from sao.models.load import load_causal_lm, load_folder, load_tokenizer, save_model
+from sao.models.load import load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
 from sao.rollout.process import ProcessWorkers
@@ -30,6 +30,7 @@ from sao.training.core import TrainerCore
 from sao.training.critic import Critic
 from sao.training.inline import InlineTrainer
 from sao.training.optimiser import Progress
+from sao.training.parallel import ONE_RANK, OneRank, Place
 from sao.training.process import ProcessTrainer
 from sao.training.protocol import Trainer
 from sao.training.weights import SnapshotStore
@@ -68,10 +69,16 @@ def prepare_model(config: RunConfig, tokenizer: Path, target: Path) -> Path:
     return target
 
 
-def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerCore, SnapshotStore]:
-    """Actor, critic and optimisers from the starting weights; runs in the trainer's process."""
+def make_core(
+    config: RunConfig, model: Path, snapshots: Path, ranks: OneRank = ONE_RANK
+) -> tuple[TrainerCore, SnapshotStore]:
+    """Actor, critic and optimisers from starting weights; runs in the trainer's process, or on each of its ranks."""
     dtype = getattr(torch, config.model.dtype)
-    actor = load_folder(model, dtype=dtype, attention=config.model.attention, device=config.model.device)
+    if ranks.rank == 0:
+        device = "cpu" if ranks.sharded else config.model.device
+        actor = load_folder(model, dtype=dtype, attention=config.model.attention, device=device)
+    else:  # Rank 0 sends the others its weights.
+        actor = load_folder_empty(model, dtype=dtype, attention=config.model.attention)
     critic = None
     if config.algorithm.advantage != "given":
         critic = Critic.from_actor(actor, freeze=config.trainer.freeze)
@@ -82,19 +89,32 @@ def make_core(config: RunConfig, model: Path, snapshots: Path) -> tuple[TrainerC
         algorithm=config.algorithm,
         value_pretraining=config.value_pretraining.fit if config.value_pretraining else None,
         seed=config.seed,
+        ranks=ranks,
     )
-    return core, SnapshotStore(snapshots)
+    return core, SnapshotStore(snapshots, ranks)
 
 
 def make_trainer(
     config: RunConfig, clock: Clock, model: Path, snapshots: Path, progress: Progress | None = None
 ) -> Trainer:
-    """In its own process in real time, inline in virtual time; `progress` shows value pretraining's updates."""
-    build = partial(make_core, config, model, snapshots)
+    """In a process of its own, or one per rank, in real time; inline in virtual time.
+
+    `progress` shows value pretraining's updates.
+    """
+    build, settings = partial(make_core, config, model, snapshots), config.trainer
     if clock.virtual:
         return InlineTrainer(*build(), clock, config.trainer_cost, progress)
-    settings = config.trainer
-    return ProcessTrainer(build, threads=settings.threads, timeout_s=settings.step_timeout_s, progress=progress)
+    place = None
+    if settings.sharded:
+        place = Place(
+            num_ranks=settings.ranks,
+            sequence_ranks=settings.sequence_ranks,
+            compute_dtype=settings.compute_dtype,
+            device=config.model.device,
+            timeout_s=settings.step_timeout_s,
+        )
+    timeout_s = settings.step_timeout_s
+    return ProcessTrainer(build, threads=settings.threads, timeout_s=timeout_s, progress=progress, place=place)
 
 
 async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot) -> Engine:

@@ -32,8 +32,8 @@ from sao.rollout.process import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
 from sao.store.toml import toml_lines
-from sao.training.core import TrainerConfig
 from sao.training.inline import TrainerCost
+from sao.training.settings import TrainerConfig
 from sao.training.sft import SftConfig
 from sao.training.value_pretraining import ValuePretrainingConfig
 
@@ -176,6 +176,7 @@ class RunConfig:
             raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
         if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):
             raise ValueError("in virtual time only in-process tools run, and only metrics.jsonl is written")
+        self.trainer.require_clock(self.clock)
         self.rollout.require_neutral()
 
 

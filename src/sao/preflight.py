@@ -1,6 +1,7 @@
 """Everything that can be known before a run starts, checked by doing it small."""
 
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from sao.models.load import build_config, check_head_config, find_device
 from sao.rollout.renderer import ChatRenderer
 from sao.store.frames import segments
 from sao.training.critic import Critic
+from sao.training.ulysses import check_heads
 from sao.types import Task
 
 LOOKED_AT = 20
@@ -51,6 +53,7 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
         if _good(tokenizer):
             findings += _run(_model, config, Path(scratch))
         findings += tasks
+        findings += _run(_ranks, config, Path(scratch))
         for check in (_evaluation, _stages, _tool, _batches, _lengths, _sinks):
             needed = [*(tasks if check in (_batches, _lengths) else ()), *(tokenizer if check is _lengths else ())]
             if _good(needed):
@@ -125,6 +128,31 @@ def _backbone(config: RunConfig, vocabulary: int) -> PreTrainedModel:
 
 def _parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _ranks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    settings = config.trainer
+    if not settings.sharded:
+        return
+    gpus = torch.cuda.device_count() if find_device(config.model.device).type == "cuda" else 0
+    if settings.sequence_ranks > 1:
+        check_heads(_num_kv_heads(config), settings.sequence_ranks)
+    groups = f", {settings.sequence_ranks} to a micro-batch" if settings.sequence_ranks > 1 else ""
+    what = f"trainer: {settings.ranks} ranks{groups}, computing in {settings.compute_dtype}"
+    if gpus:
+        advice = "" if settings.ranks <= gpus else f", but this machine has {gpus}; lower trainer.ranks"
+        yield Finding(good=settings.ranks <= gpus, text=f"{what}, a GPU each{advice}")
+        return
+    cores, needed = os.cpu_count() or 1, settings.ranks * settings.threads
+    advice = "" if needed <= cores else f", but this machine has {cores}; lower trainer.ranks or trainer.threads"
+    yield Finding(good=needed <= cores, text=f"{what}, on {needed} cores{advice}")
+
+
+def _num_kv_heads(config: RunConfig) -> int:
+    if not config.model.path:
+        return config.model.num_kv_heads
+    text = AutoConfig.from_pretrained(config.model.path).get_text_config()
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
 
 def _tasks(config: RunConfig, scratch: Path) -> Iterator[Finding]:

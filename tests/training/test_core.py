@@ -12,10 +12,12 @@ from training_toys import make_actor, make_batch, make_core, make_rollout, make_
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.pipeline.packing import pack, rows
-from sao.training.core import TrainerConfig, TrainerCore
+from sao.training.core import TrainerCore
 from sao.training.critic import Critic
-from sao.training.passes import actor_pass, critic_pass, forward_inputs, to_tensor
+from sao.training.passes import actor_pass, critic_pass
 from sao.training.protocol import TrainerError
+from sao.training.settings import TrainerConfig
+from sao.training.tensors import forward_inputs, to_tensor
 from sao.types import Batch, FailureKind, StopReason
 
 CPU = torch.device("cpu")

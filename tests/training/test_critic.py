@@ -8,7 +8,8 @@ from training_toys import VOCABULARY, make_actor, make_batch, make_core, weights
 
 from sao.pipeline.packing import pack
 from sao.training.critic import Critic, attention_modules
-from sao.training.passes import forward_inputs, score_values, to_tensor
+from sao.training.passes import score_values
+from sao.training.tensors import forward_inputs, to_tensor
 from sao.types import Batch
 
 CPU = torch.device("cpu")

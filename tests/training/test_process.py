@@ -18,12 +18,13 @@ from sao.clock import RealClock, run_virtual
 from sao.observe.metrics import Metric
 from sao.training.core import TrainerCore
 from sao.training.inline import InlineTrainer
+from sao.training.parallel import OneRank
 from sao.training.process import ProcessTrainer, unless_silent
 from sao.training.protocol import TrainerError
 from sao.training.weights import SnapshotStore
 
 
-def make_nothing(folder: str) -> tuple[TrainerCore, SnapshotStore]:
+def make_nothing(folder: str, ranks: OneRank) -> tuple[TrainerCore, SnapshotStore]:
     raise ValueError(f"there is no model folder {folder!r}")
 
 
@@ -45,7 +46,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     made = Shared(tmp_path_factory.mktemp("process"))
     yield made
     asyncio.run(made.trainer.stop())
-    assert made.trainer._process.exitcode is not None
+    assert all(child.process.exitcode is not None for child in made.trainer._children)
 
 
 def test_the_numbers_are_those_of_the_inline_trainer(shared: Shared, tmp_path: Path):
@@ -57,7 +58,7 @@ def test_the_numbers_are_those_of_the_inline_trainer(shared: Shared, tmp_path: P
         fitted = await trainer.fit_values(make_batch(count=8).rollouts)
         snapshots, metrics = [await trainer.publish_initial(0, None)], []
         for step in (1, 2):
-            used_before = _core_seconds(shared.trainer.pid)
+            used_before = _core_seconds(shared.trainer.pids[0])
             update = await trainer.update_actor(make_batch(step=step, seed=step), version=step, parent=step - 1)
             snapshots.append(update.snapshot)
             report = await trainer.update_critic()
@@ -125,7 +126,7 @@ def test_the_loop_goes_on_while_the_child_works(shared: Shared):
 
 def test_ctrl_c_does_not_end_the_child(shared: Shared):
     """A trainer that dies with its state on Ctrl-C, before the loop has saved."""
-    os.kill(shared.trainer.pid, signal.SIGINT)
+    os.kill(shared.trainer.pids[0], signal.SIGINT)
     assert asyncio.run(shared.trainer.publish_initial(93, None)).version == 93
 
 
@@ -139,11 +140,11 @@ def test_waits_are_limited(shared: Shared, monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(TrainerError, match=r"waited 0\.3 s for the critic's updates; .*step_timeout_s"):
             await shared.trainer.update_critic()
 
-    os.kill(shared.trainer.pid, signal.SIGSTOP)
+    os.kill(shared.trainer.pids[0], signal.SIGSTOP)
     try:
         asyncio.run(main())
     finally:
-        os.kill(shared.trainer.pid, signal.SIGCONT)
+        os.kill(shared.trainer.pids[0], signal.SIGCONT)
 
 
 def test_a_dead_child_fails_the_wait_at_once(shared: Shared):
@@ -152,7 +153,7 @@ def test_a_dead_child_fails_the_wait_at_once(shared: Shared):
     async def main() -> None:
         work = asyncio.create_task(shared.trainer.fit_values(make_batch(count=400).rollouts))
         await asyncio.sleep(0.2)
-        os.kill(shared.trainer.pid, signal.SIGKILL)
+        os.kill(shared.trainer.pids[0], signal.SIGKILL)
         async with asyncio.timeout(5):
             with pytest.raises(TrainerError, match="killed by SIGKILL; the machine may be out of memory"):
                 await work
@@ -213,7 +214,7 @@ from sao.training.process import ProcessTrainer
 if __name__ == "__main__":
     trainer = ProcessTrainer(partial(make_parts, sys.argv[1]), threads=1, timeout_s=60)
     asyncio.run(trainer.publish_initial(0, None))
-    print(trainer.pid, flush=True)
+    print(trainer.pids[0], flush=True)
     time.sleep(600)
 """
 

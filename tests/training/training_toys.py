@@ -6,8 +6,10 @@ from transformers import PreTrainedModel
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.models.load import ModelConfig, load_causal_lm
-from sao.training.core import TrainerConfig, TrainerCore
+from sao.training.core import TrainerCore
 from sao.training.critic import Critic
+from sao.training.parallel import ONE_RANK, OneRank
+from sao.training.settings import TrainerConfig
 from sao.training.weights import SnapshotStore
 from sao.types import Batch, Rollout, Sequence, StopReason
 
@@ -15,19 +17,18 @@ VOCABULARY = 48
 
 
 def make_actor(architecture: str = "qwen3", *, seed: int = 0, **fields: object) -> PreTrainedModel:
-    config = ModelConfig(
-        architecture=architecture,  # type: ignore[arg-type]
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        num_experts=4,
-        max_positions=512,
-        **fields,  # type: ignore[arg-type]
-    )
+    shape: dict[str, object] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_experts": 4,
+        "max_positions": 512,
+    }
+    config = ModelConfig(architecture=architecture, **shape | fields)  # type: ignore[arg-type]
     return load_causal_lm(config, seed=seed)
 
 
@@ -98,6 +99,6 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def make_parts(folder: str) -> tuple[TrainerCore, SnapshotStore]:
+def make_parts(folder: str, ranks: OneRank = ONE_RANK) -> tuple[TrainerCore, SnapshotStore]:
     """What a trainer's process builds first; importable from there."""
     return make_core(), SnapshotStore(folder)

@@ -1,7 +1,7 @@
 """Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a config."""
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -160,6 +161,17 @@ def _read(path: str | Path, *, dtype: torch.dtype | None, attention: str) -> Pre
     return model.eval()
 
 
+def load_folder_empty(path: str | Path, *, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The same model without weights (on torch's meta device), for a process that is sent its weights."""
+    _check_files(Path(path))
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load a model's configuration from {str(path)!r}: {error}") from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+
+
 def load_tokenizer(path: str | Path, *, gguf_file: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, hub name or GGUF file. Raises ValueError if it is missing or has no chat template."""
     try:
@@ -174,14 +186,16 @@ def load_tokenizer(path: str | Path, *, gguf_file: str = "") -> PreTrainedTokeni
     return tokenizer
 
 
-def save_model(model: PreTrainedModel, folder: str | Path) -> None:
+def save_model(
+    model: PreTrainedModel, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Write config and safetensors in the standard form, which any `transformers` program can read.
 
-    Raises OSError where the disk is full.
+    `weights` are the model's, as `named_weights` names them, where it does not hold them whole itself. Raises OSError where the disk is full.
     """
     model.config.architectures = [type(model).__name__]
     with full_disk_named(Path(folder)):
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), state_dict=None if weights is None else dict(weights))
 
 
 @contextmanager

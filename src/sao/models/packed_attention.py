@@ -20,13 +20,21 @@ NAME = "sao_packed"
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Switch a model on a CPU to this attention, if all of its layers attend to everything before; else leave it."""
+    """Switch a model on a CPU to this attention, if all of its layers attend to everything before; else leave it.
+
+    A model without weights as yet (on torch's meta device) counts as on a CPU.
+    """
+    on_cpu = model.device.type in ("cpu", "meta")
+    if attends_to_everything(model) and on_cpu and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+
+
+def attends_to_everything(model: PreTrainedModel) -> bool:
+    """Whether every layer attends to all tokens before: no windows, no chunks, no linear attention."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    plain = set(layer_types) == {"full_attention"} and not windowed
-    if plain and model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+    return set(layer_types) == {"full_attention"} and not windowed
 
 
 def packed_mask(backbone: nn.Module, position_ids: Tensor) -> Tensor | None:
@@ -38,8 +46,13 @@ def packed_mask(backbone: nn.Module, position_ids: Tensor) -> Tensor | None:
     starts = (position_ids[0] == 0).nonzero()[:, 0]
     if config._attn_implementation != NAME or len(starts) < 2:
         return None
+    return lengths_mask(torch.diff(starts, append=starts.new_tensor([position_ids.shape[1]])))
+
+
+def lengths_mask(lengths: Tensor) -> Tensor:
+    """Lengths (S,) of packed sequences as the attention mask (1, 1, 1, S) that this attention understands."""
     # Four dimensions tell transformers to hand it on as it is; sdpa itself would refuse a mask of integers.
-    return torch.diff(starts, append=starts.new_tensor([position_ids.shape[1]]))[None, None, None]
+    return lengths[None, None, None]
 
 
 def packed_attention(

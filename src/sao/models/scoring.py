@@ -14,16 +14,19 @@ from sao.models.load import output_head
 from sao.models.packed_attention import packed_mask
 
 
-def hidden_states(backbone: nn.Module, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+def hidden_states(
+    backbone: nn.Module, token_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
     """Last hidden states (1, T, H) of sequences packed into one row (1, T); position ids restart at each sequence.
 
     Without a cache `transformers` sees the restarts and keeps sequences apart; with one they would leak silently.
+    `attention_mask` is for an attention function that needs to be told more; by default it follows from the restarts.
     """
     if token_ids.ndim != 2 or token_ids.shape[0] != 1 or token_ids.shape != position_ids.shape:
         raise ValueError(
             f"token ids {tuple(token_ids.shape)} and position ids {tuple(position_ids.shape)} must both be (1, T)"
         )
-    mask = packed_mask(backbone, position_ids)
+    mask = packed_mask(backbone, position_ids) if attention_mask is None else attention_mask
     outputs = backbone(input_ids=token_ids, position_ids=position_ids, attention_mask=mask, use_cache=False)
     return outputs.last_hidden_state
 
@@ -38,12 +41,13 @@ def action_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax(logits / temperature), and that distribution's entropy, in nats, fp32.
 
     token_ids, position_ids: (1, T), packed. predictor_index: (N,) place in 0..T-1 of the token before each target.
     target_ids: (N,). Returns logprobs (N,) and entropy (N,); the entropy has no gradient, and is 0 without
-    `with_entropy`. The head is applied to `chunk_tokens` targets at a time, and again in the backward pass.
+    `with_entropy`; `attention_mask` as for `hidden_states`. The head is applied to `chunk_tokens` targets at a time, and again in the backward pass.
     """
     if predictor_index.ndim != 1 or predictor_index.shape != target_ids.shape:
         raise ValueError(
@@ -51,7 +55,8 @@ def action_logprobs(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    hidden = hidden_states(model.base_model, token_ids, position_ids)[0].index_select(0, predictor_index)
+    hidden = hidden_states(model.base_model, token_ids, position_ids, attention_mask)[0]
+    hidden = hidden.index_select(0, predictor_index)
     head = output_head(model)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []

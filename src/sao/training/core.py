@@ -28,73 +28,22 @@ from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.models.packed_attention import use_packed_attention
 from sao.observe.metrics import Metric, last, total
 from sao.pipeline.packing import MicroBatch, Rows, pack, rows
-from sao.training.critic import Critic, Freeze
+from sao.training.critic import Critic
 from sao.training.optimiser import Optimiser, Progress, UpdateOutcome, learning_rate
+from sao.training.parallel import ONE_RANK, OneRank
 from sao.training.passes import (
     ActorPass,
     actor_pass,
     critic_pass,
     score_values,
     set_activation_checkpointing,
-    to_tensor,
 )
 from sao.training.protocol import StepReport, TrainedTokens, TrainerError
+from sao.training.settings import TrainerConfig
+from sao.training.tensors import to_tensor
 from sao.training.timing import MEGABYTE
 from sao.training.value_pretraining import ValuePretrainingConfig, pretrain_values
 from sao.types import Batch, Rollout
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How the actor and the critic are updated."""
-
-    actor_lr: float = 1e-6
-    """Learning rate of the actor (paper section 4.1). Small models from scratch need 1e-4 and more."""
-    critic_lr: float = 5e-6
-    """Learning rate of the critic (paper section 4.1)."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments. The paper does not give them; these are usual for language models."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only. The paper does not give it."""
-    actor_grad_clip: float = 1.0
-    """Largest norm of the actor's gradient."""
-    critic_grad_clip: float = 10.0
-    """Largest norm of the critic's gradient. Its own: the actor's 1.0 is known to starve a critic."""
-    critic_updates: int = 2
-    """Critic updates per step, K of the paper (section 3.3)."""
-    actor_warmup_steps: int = 0
-    """Steps over which the actor's rate rises to actor_lr, counted after the critic-only steps."""
-    critic_warmup_steps: int = 10
-    """Steps over which the critic's rate rises to critic_lr: one reading of the paper's 10-step warm-up."""
-    critic_only_steps: int = 0
-    """First steps in which the critic alone is updated: the other reading of the paper's warm-up."""
-    freeze: Freeze = "attention"
-    """What of the critic does not train: its attention modules (paper section 3.3), or none."""
-    micro_batch_tokens: int = 4096
-    """Tokens packed into one forward pass. Bounds memory; changes no result but for rounding."""
-    logprob_chunk_tokens: int = 1024
-    """Action tokens whose logits exist at once. Bounds memory; changes no result but for rounding."""
-    activation_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass: less memory, about a third more time."""
-    max_skipped_in_a_row: int = 3
-    """Steps in a row with a gradient that is not finite after which the run stops."""
-    threads: int = 1
-    """Threads of torch in the trainer's process. A fixed number keeps results the same from run to run."""
-    step_timeout_s: float = 3600.0
-    """Longest wait for one half of a step, a checkpoint, or from one update of value pretraining to the next, when the
-    trainer is its own process."""
-
-    def __post_init__(self) -> None:
-        positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"
-        positive += " logprob_chunk_tokens max_skipped_in_a_row threads step_timeout_s"
-        not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps"
-        for name in (positive + " " + not_negative).split():
-            number = getattr(self, name)
-            if not math.isfinite(number) or number < 0 or (number == 0 and name in positive.split()):
-                least = "above 0" if name in positive.split() else "0 or more"
-                raise ValueError(f"trainer.{name} is {number}; it must be a finite number, {least}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"trainer.betas is {self.betas}; both must be in [0, 1)")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,8 +92,12 @@ class TrainerCore:
         algorithm: AlgorithmConfig,
         value_pretraining: ValuePretrainingConfig | None = None,
         seed: int = 0,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
-        """`critic` is None exactly if the algorithm's advantages are given by a critic-free baseline."""
+        """`critic` is None exactly if the algorithm's advantages are given by a critic-free baseline.
+
+        The networks are sharded over `ranks`; those of ranks other than the first may come without weights.
+        """
         if (critic is None) != (algorithm.advantage == "given"):
             raise ValueError(
                 f"advantage {algorithm.advantage!r} {'needs a' if critic is None else 'takes no'} critic; "
@@ -152,15 +105,17 @@ class TrainerCore:
             )
         self.actor, self.critic, self.config, self.algorithm = actor.eval(), critic, config, algorithm
         self.value_pretraining, self.seed = value_pretraining or ValuePretrainingConfig(), seed
-        self.counters = Counters()
+        self.counters, self.ranks = Counters(), ranks
         actor.requires_grad_(True)
         use_packed_attention(actor)
+        ranks.shard_actor(actor)
         set_activation_checkpointing(actor, config.activation_checkpointing)
         self.actor_optimiser = self._optimiser(actor, config.actor_grad_clip)
         self.critic_optimiser: Optimiser | None = None
         if critic is not None:
             set_activation_checkpointing(critic.backbone, config.activation_checkpointing)
             critic.set_freeze(config.freeze)
+            ranks.shard_critic(critic)
             self.critic_optimiser = self._optimiser(critic, config.critic_grad_clip)
         self._step: _Step | None = None
 
@@ -282,7 +237,13 @@ class TrainerCore:
         assert self.critic_optimiser is not None
         settings, method = self.value_pretraining, self.algorithm
         metrics = pretrain_values(
-            self.critic, rollouts, config=settings, algorithm=method, seed=self.seed, progress=progress
+            self.critic,
+            rollouts,
+            config=settings,
+            algorithm=method,
+            seed=self.seed,
+            progress=progress,
+            ranks=self.ranks,
         )
         self.critic_optimiser.refresh()
         return metrics
@@ -296,7 +257,9 @@ class TrainerCore:
         shape, device = arrays.token_ids.shape, self.actor.device
         if self.critic is None:
             return torch.zeros(shape, device=device), None
-        values, beyond = score_values(self.critic, packs, shape=shape, num_sequences=len(arrays.sequences))
+        values, beyond = score_values(
+            self.critic, packs, shape=shape, num_sequences=len(arrays.sequences), ranks=self.ranks
+        )
         if self.algorithm.advantage == "observation_inclusive":
             # Nothing precedes a sequence's first token. Where the sequence is continued, the next value stands in.
             inner = arrays.places[[len(sequence.token_ids) > 1 for sequence in arrays.sequences]]
@@ -340,6 +303,7 @@ class TrainerCore:
             algorithm=self.algorithm,
             chunk_tokens=self.config.logprob_chunk_tokens,
             train=train,
+            ranks=self.ranks,
         )
 
     def _critic_pass(self, step: _Step) -> float:
@@ -352,6 +316,7 @@ class TrainerCore:
             initial_values=step.values,
             denominator=float(step.value_mask.sum()),
             algorithm=self.algorithm,
+            ranks=self.ranks,
         )
 
     def _actor_metrics(self, step: _Step, loss: float, diagnostics: PolicyDiagnostics) -> None:

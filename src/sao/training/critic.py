@@ -32,7 +32,7 @@ def attention_modules(backbone: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _layers(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def decoder_layers(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The decoder layers: children of the longest module list that stands nearest to the root."""
     lists = [(name, module) for name, module in backbone.named_modules() if isinstance(module, nn.ModuleList)]
     if lists:
@@ -75,7 +75,7 @@ class Critic(nn.Module):
         found = attention_modules(self.backbone)
         without = [
             f"{name} ({type(layer).__name__}: {', '.join(child for child, _ in layer.named_children())})"
-            for name, layer in _layers(self.backbone)
+            for name, layer in decoder_layers(self.backbone)
             if not any(module_name.startswith(f"{name}.") for module_name in found)
         ]
         if without or not any(True for module in found.values() for _ in module.parameters()):
@@ -99,10 +99,18 @@ class Critic(nn.Module):
         """Share of the parameters that do not train."""
         return sum(p.numel() for p in self.parameters() if not p.requires_grad) / self.num_parameters
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, predictor_index: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        predictor_index: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """Values (N,) fp32 of what follows the hidden states at `predictor_index` (N,).
 
-        `token_ids` and `position_ids` (1, T) hold packed sequences, whose positions restart at 0.
+        `token_ids` and `position_ids` (1, T) hold packed sequences, whose positions restart at 0; `attention_mask` as
+        for `hidden_states`.
         """
-        hidden = hidden_states(self.backbone, token_ids, position_ids)
-        return self.head(hidden[0].index_select(0, predictor_index).float()).squeeze(-1)
+        hidden = hidden_states(self.backbone, token_ids, position_ids, attention_mask)
+        values = self.head(hidden[0].index_select(0, predictor_index).float())
+        return values.squeeze(-1).clone()  # FSDP hangs its hooks on what is returned, which must not be a view.

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sao.observe.metrics import Metric
 
@@ -89,6 +90,8 @@ class Optimiser:
         """Clip the gradient, step at `rate`, forget the gradient. One that is not finite changes nothing."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()  # Of all shards, so that all ranks agree on what follows.
         if not bool(torch.isfinite(norm)):
             self.zero_grad()
             return UpdateOutcome(grad_norm=float(norm), applied=False)
@@ -114,20 +117,21 @@ class Optimiser:
                 tensors[f"{name}.{key}"] = tensor
         return tensors
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError naming a tensor that is not of one of these parameters."""
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.rpartition(".")
-            parameter = self._stepped.get(name)
-            if parameter is None or key not in ("copy", "step", "exp_avg", "exp_avg_sq"):
-                raise ValueError(f"optimiser state has {full_name!r}, which belongs to no trained parameter")
-            if key != "step" and tensor.shape != parameter.shape:
-                shapes = f"{tuple(tensor.shape)}, its parameter {tuple(parameter.shape)}"
-                raise ValueError(f"optimiser state {full_name!r} has shape {shapes}")
+    def parameter_of(self, full_name: str, shape: tuple[int, ...]) -> Tensor:
+        """The parameter whose state this is. Raises ValueError for a state of no such parameter, or of this shape."""
+        name, _, key = full_name.rpartition(".")
+        parameter = self._stepped.get(name)
+        if parameter is None or key not in ("copy", "step", "exp_avg", "exp_avg_sq"):
+            raise ValueError(f"optimiser state has {full_name!r}, which belongs to no trained parameter")
+        if key != "step" and shape != tuple(parameter.shape):
+            shapes = f"{shape}, its parameter {tuple(parameter.shape)}"
+            raise ValueError(f"optimiser state {full_name!r} has shape {shapes}")
+        return parameter
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave. Raises as `check`."""
-        self.check(tensors)
+        """Take back what `state` gave, held as the parameters are. Raises as `parameter_of`."""
+        for full_name, tensor in tensors.items():
+            self.parameter_of(full_name, tuple(tensor.shape))
         self._adam.state.clear()
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Passes over a whole batch in packed micro-batches: what each gives is the batch's, whatever the packing.
+"""Passes over a whole batch in packed micro-batches: what each gives is the batch's, whatever packing and ranks.
 
 B rows, T tokens of a row or of a micro-batch, S sequences, N scored tokens of a micro-batch.
 """
@@ -14,34 +14,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sao.algorithm.diagnostics import PolicyDiagnostics
 from sao.algorithm.sao import AlgorithmConfig, actor_loss, critic_loss
-from sao.models.scoring import action_logprobs
 from sao.pipeline.packing import MicroBatch
 from sao.training.critic import Critic
-
-
-def to_tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor on the device; integers become int64, which torch's indexing takes."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.to(device, torch.int64 if tensor.dtype is torch.int32 else None)
-
-
-def forward_inputs(micro: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and position ids of a micro-batch, (1, T) each."""
-    return to_tensor(micro.token_ids, device)[None], to_tensor(micro.position_ids, device)[None]
+from sao.training.parallel import ONE_RANK, OneRank
 
 
 @torch.no_grad()
 def score_values(
-    critic: Critic, packs: Sequence[MicroBatch], *, shape: tuple[int, int], num_sequences: int
+    critic: Critic,
+    packs: Sequence[MicroBatch],
+    *,
+    shape: tuple[int, int],
+    num_sequences: int,
+    ranks: OneRank = ONE_RANK,
 ) -> tuple[Tensor, Tensor]:
     """Values (B, T) of the scored tokens, 0 elsewhere, and (S,) of what would follow each sequence's last token."""
     device = critic.head.weight.device
     values, beyond = torch.zeros(shape, device=device), torch.zeros(num_sequences, device=device)
-    for micro in packs:
-        predictors = to_tensor(np.concatenate([micro.predictor_index, micro.last_index]), device)
-        scored = critic(*forward_inputs(micro, device), predictors)
-        values[micro.row, micro.column] = scored[: len(micro.row)]
-        beyond[micro.sequences] = scored[len(micro.row) :]
+    for share in ranks.deal(packs):
+        micro = share.micro
+        scored = ranks.values(critic, micro, np.concatenate([micro.predictor_index, micro.last_index]))
+        if share.reports:
+            values[micro.row, micro.column] = scored[: len(micro.row)]
+            beyond[micro.sequences] = scored[len(micro.row) :]
+    ranks.add_up(values, beyond)
     return values, beyond
 
 
@@ -65,27 +61,18 @@ def actor_pass(
     algorithm: AlgorithmConfig,
     chunk_tokens: int,
     train: bool,
+    ranks: OneRank = ONE_RANK,
 ) -> ActorPass:
     """Score the action tokens; with `train` also add the gradient of the loss to the actor's parameters.
 
     `rollout_logprobs` and `advantages` are (B, T), `denominator` is a number or (B, T).
     """
-    device = actor.device
     everywhere = torch.zeros_like(rollout_logprobs)
     loss_sum, diagnostics = 0.0, PolicyDiagnostics()
-    for micro in packs:
-        if not len(micro.row):
-            continue
-        here = micro.row, micro.column
+    for share in ranks.deal([micro for micro in packs if len(micro.row)]):
+        here = share.micro.row, share.micro.column
         with torch.set_grad_enabled(train):
-            logprobs, entropy = action_logprobs(
-                actor,
-                *forward_inputs(micro, device),
-                to_tensor(micro.predictor_index, device),
-                to_tensor(micro.target_ids, device),
-                chunk_tokens=chunk_tokens,
-                with_entropy=True,
-            )
+            logprobs, entropy = ranks.action_logprobs(actor, share.micro, chunk_tokens=chunk_tokens)
             loss, found = actor_loss(
                 logprobs[None],
                 rollout_logprobs[here][None],
@@ -96,10 +83,13 @@ def actor_pass(
                 entropy=entropy[None],
             )
             if train:
-                loss.backward()
-        everywhere[here] = logprobs.detach()
-        loss_sum += float(loss.detach())
-        diagnostics += found
+                (loss if share.trains else 0 * loss).backward()
+        if share.reports:
+            everywhere[here] = logprobs.detach()
+            loss_sum += float(loss.detach())
+            diagnostics += found
+    ranks.add_up(everywhere)
+    loss_sum, diagnostics = ranks.total(loss_sum, diagnostics)
     return ActorPass(loss=loss_sum, diagnostics=diagnostics, logprobs=everywhere)
 
 
@@ -112,25 +102,24 @@ def critic_pass(
     initial_values: Tensor,
     denominator: float,
     algorithm: AlgorithmConfig,
+    ranks: OneRank = ONE_RANK,
 ) -> float:
     """Add the gradient of the critic's loss to its parameters; the loss. Tensors are (B, T)."""
-    device = critic.head.weight.device
     loss_sum = 0.0
-    for micro in packs:
-        if not len(micro.row):
-            continue
-        here = micro.row, micro.column
+    for share in ranks.deal([micro for micro in packs if len(micro.row)]):
+        here = share.micro.row, share.micro.column
         loss = critic_loss(
-            critic(*forward_inputs(micro, device), to_tensor(micro.predictor_index, device))[None],
+            ranks.values(critic, share.micro, share.micro.predictor_index)[None],
             returns[here][None],
             value_mask[here][None],
             denominator=denominator,
             initial_values=initial_values[here][None],
             config=algorithm,
         )
-        loss.backward()
-        loss_sum += float(loss.detach())
-    return loss_sum
+        (loss if share.trains else 0 * loss).backward()
+        if share.reports:
+            loss_sum += float(loss.detach())
+    return ranks.total(loss_sum, PolicyDiagnostics())[0]
 
 
 def set_activation_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

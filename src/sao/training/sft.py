@@ -17,7 +17,8 @@ from sao.pipeline.packing import pack
 from sao.rollout.protocol import Renderer
 from sao.training.fitting import FitConfig, fit
 from sao.training.optimiser import Decay, Optimiser, Progress
-from sao.training.passes import forward_inputs, set_activation_checkpointing, to_tensor
+from sao.training.passes import set_activation_checkpointing
+from sao.training.tensors import forward_inputs, to_tensor
 from sao.types import BoolArray, GenerationStop, IntArray, Message
 
 

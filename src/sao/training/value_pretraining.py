@@ -15,7 +15,9 @@ from sao.pipeline.packing import MicroBatch, pack, rows
 from sao.training.critic import Critic, Freeze
 from sao.training.fitting import FitConfig, fit
 from sao.training.optimiser import Optimiser, Progress
-from sao.training.passes import critic_pass, score_values, to_tensor
+from sao.training.parallel import ONE_RANK, OneRank
+from sao.training.passes import critic_pass, score_values
+from sao.training.tensors import to_tensor
 from sao.types import Rollout
 
 
@@ -74,6 +76,7 @@ def pretrain_values(
     algorithm: AlgorithmConfig,
     seed: int,
     progress: Progress | None = None,
+    ranks: OneRank = ONE_RANK,
 ) -> dict[str, Metric]:
     """Fit the critic's values to returns with lambda 1 and no bootstrap, whatever the algorithm's own lambda.
 
@@ -96,13 +99,13 @@ def pretrain_values(
         history = fit(
             optimiser,
             train,
-            lambda chosen: _add_gradient(critic, chosen, config, monte_carlo),
+            lambda chosen: _add_gradient(critic, chosen, config, monte_carlo, ranks),
             config,
             seed=seed,
             progress=progress,
         )
         metrics = history[-1] if history else {}
-        return metrics | _measure(critic, train, held_out, config, monte_carlo)
+        return metrics | _measure(critic, train, held_out, config, monte_carlo, ranks)
     finally:
         critic.set_freeze(frozen_before)
 
@@ -165,7 +168,11 @@ def _part(
 
 
 def _add_gradient(
-    critic: Critic, rollouts: Sequence[Rollout], config: ValuePretrainingConfig, algorithm: AlgorithmConfig
+    critic: Critic,
+    rollouts: Sequence[Rollout],
+    config: ValuePretrainingConfig,
+    algorithm: AlgorithmConfig,
+    ranks: OneRank,
 ) -> dict[str, Metric]:
     """Add the gradient of the batch's loss; the loss."""
     part = _part(critic, rollouts, config, algorithm)
@@ -177,6 +184,7 @@ def _add_gradient(
         initial_values=torch.zeros_like(part.returns),
         denominator=float(part.value_mask.sum()),
         algorithm=algorithm,
+        ranks=ranks,
     )
     return {"value_pretraining/loss": last(loss)}
 
@@ -187,17 +195,22 @@ def _measure(
     held_out: Sequence[Rollout],
     config: ValuePretrainingConfig,
     algorithm: AlgorithmConfig,
+    ranks: OneRank,
 ) -> dict[str, Metric]:
     """Explained variance on both parts; NaN where it is undefined."""
     found: dict[str, Metric] = {"value_pretraining/rollouts": last(len(train) + len(held_out))}
     for name, rollouts in (("explained_variance", train), ("explained_variance_held_out", held_out)):
-        score = _explained_variance(critic, rollouts, config, algorithm)
+        score = _explained_variance(critic, rollouts, config, algorithm, ranks)
         found[f"value_pretraining/{name}"] = last(math.nan if score is None else score)
     return found
 
 
 def _explained_variance(
-    critic: Critic, rollouts: Sequence[Rollout], config: ValuePretrainingConfig, algorithm: AlgorithmConfig
+    critic: Critic,
+    rollouts: Sequence[Rollout],
+    config: ValuePretrainingConfig,
+    algorithm: AlgorithmConfig,
+    ranks: OneRank,
 ) -> float | None:
     """Over all rollouts, which are scored a batch at a time: padded to one length, a whole log fills the memory."""
     values: list[Tensor] = []
@@ -205,7 +218,8 @@ def _explained_variance(
     for start in range(0, len(rollouts), config.batch_size):
         part = _part(critic, rollouts[start : start + config.batch_size], config, algorithm)
         height, width = part.returns.shape
-        scored, _ = score_values(critic, part.packs, shape=(height, width), num_sequences=part.num_sequences)
+        shape, count = (height, width), part.num_sequences
+        scored, _ = score_values(critic, part.packs, shape=shape, num_sequences=count, ranks=ranks)
         values.append(scored[part.value_mask])
         returns.append(part.returns[part.value_mask])
     if not returns:

@@ -5,6 +5,8 @@ A folder is written under a temporary name and then renamed, so that a reader se
 
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -14,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sao.models.load import read_weights, save_model
-from sao.models.scoring import sequence_logprobs
+from sao.pipeline.packing import pack
+from sao.training.parallel import ONE_RANK, OneRank
 from sao.training.protocol import TrainerError
-from sao.types import Snapshot
+from sao.types import BoolArray, IntArray, Snapshot
 
 PROBE_TOKENS = 32
 """Length of the probe; short, since every engine scores it at every update."""
@@ -70,31 +73,26 @@ def read_snapshot(snapshot: Snapshot, like: PreTrainedModel) -> dict[str, Tensor
 class SnapshotStore:
     """Writes snapshots below one folder. Who may still need one knows when it may go: see `prune_snapshots`."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | Path, ranks: OneRank = ONE_RANK) -> None:
+        """`ranks` must be those that the actor is sharded over; all of them write together, by rank 0's hand."""
+        self._folder, self._ranks = Path(folder), ranks
 
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
         """Write the actor's weights as `version`, with the probe's log-probs under them.
 
         Raises TrainerError for weights that give log-probs which are not finite.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        target, partial = self._folder / f"v{version:08d}", self._folder / f"v{version:08d}.partial"
-        for leftover in self._folder.glob("*.partial"):
-            shutil.rmtree(leftover)
-        partial.mkdir()
-        save_model(actor, partial)
+        ranks = self._ranks
+        weights = ranks.whole_weights(actor)
+        partial = ranks.on_first(lambda: self._write_partial(actor, weights, version))
         probe = probe_tokens(actor.config.get_text_config().vocab_size)
-        logprobs = sequence_logprobs(actor, probe)
+        logprobs = self._score(actor, probe)
         if not bool(torch.isfinite(logprobs).all()):
             raise TrainerError(
                 f"the actor's log-probs are not finite as version {version}: its weights have run away. Lower "
                 "trainer.actor_lr, and go on from a checkpoint before it"
             )
-        checksum = folder_checksum(partial)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        target, checksum = ranks.on_first(lambda: _into_place(partial))
         return Snapshot(
             version=version,
             parent=parent,
@@ -103,6 +101,38 @@ class SnapshotStore:
             probe_token_ids=probe,
             probe_logprobs=tuple(logprobs.float().tolist()),
         )
+
+    def _write_partial(self, actor: PreTrainedModel, weights: Mapping[str, Tensor] | None, version: int) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._folder.glob("*.partial"):
+            shutil.rmtree(leftover)
+        partial = self._folder / f"v{version:08d}.partial"
+        partial.mkdir()
+        save_model(actor, partial, weights)
+        return partial
+
+    def _score(self, actor: PreTrainedModel, probe: tuple[int, ...]) -> Tensor:
+        """Log-probs (T - 1,) of the probe's tokens after the first, as the trainer's passes compute them."""
+        token_ids = np.array(probe, np.int32)
+        sequence = _Probe(token_ids=token_ids, action_mask=np.zeros(len(probe), np.bool_))
+        (micro,) = pack([sequence], len(probe), score_observations=True)
+        with torch.no_grad():
+            return self._ranks.action_logprobs(actor, micro, chunk_tokens=len(probe), with_entropy=False)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Probe:
+    token_ids: IntArray
+    action_mask: BoolArray
+
+
+def _into_place(partial: Path) -> tuple[Path, str]:
+    """Rename a folder that is whole; where it is then, and its checksum."""
+    target, checksum = partial.with_suffix(""), folder_checksum(partial)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    return target, checksum
 
 
 def prune_snapshots(folder: str | Path, *, keep: set[int]) -> None:

@@ -15,8 +15,11 @@ import torch
 from sao.clock import Clock
 from sao.config import RunConfig
 from sao.engines.local import LocalEngine
+from sao.engines.pool import EnginePool
 from sao.engines.process import ProcessEngine
 from sao.engines.protocol import Engine
+from sao.engines.vllm import VllmEngine
+from sao.engines.vllm_server import VllmServer
 from sao.envs.select import World, make_world
 from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
@@ -117,11 +120,30 @@ def make_trainer(
     return ProcessTrainer(build, threads=settings.threads, timeout_s=timeout_s, progress=progress, place=place)
 
 
-async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot) -> Engine:
-    """Holding `snapshot`: in its own process in real time, inline with its own weights in virtual time."""
+async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot, *, purpose: Purpose = "training") -> Engine:
+    """Holding `snapshot`: a pool of replicas or a process of its own in real time, inline in virtual time."""
     if clock.virtual:
         return LocalEngine.from_snapshot(snapshot, clock, config.engine, config.engine_cost)
+    evaluating = purpose == "evaluation"
+    servers = config.vllm.evaluation_servers if evaluating else config.vllm.servers
+    if config.engine.kind == "vllm" and (servers or not evaluating):
+        make, size = partial(_vllm_replica, config, servers), len(servers) or config.engine.replicas
+        return await EnginePool.start(make, size, snapshot, config.pool)
+    if config.engine.replicas > 1 and not evaluating:
+        return await EnginePool.start(partial(_local_replica, config), config.engine.replicas, snapshot, config.pool)
     return await ProcessEngine.start(snapshot, config.engine)
+
+
+async def _local_replica(config: RunConfig, place: int, snapshot: Snapshot) -> Engine:
+    return await ProcessEngine.start(snapshot, config.engine)
+
+
+async def _vllm_replica(config: RunConfig, servers: tuple[str, ...], place: int, snapshot: Snapshot) -> Engine:
+    """The engine of a running server, or of one that is started from the snapshot's folder and ends with the engine."""
+    if servers:
+        return await VllmEngine.connect(servers[place], snapshot, config.engine, config.vllm)
+    process = await VllmServer.start(snapshot.location, config.engine, config.vllm, index=place)
+    return await VllmEngine.connect(process.address, snapshot, config.engine, config.vllm, process=process)
 
 
 async def make_worker(
@@ -137,7 +159,7 @@ async def make_worker(
 
     `on_restart` is told why a process is replaced.
     """
-    if isinstance(engine, ProcessEngine) and config.worker_processes:
+    if isinstance(engine, (ProcessEngine, EnginePool)) and config.worker_processes:
         arguments = (
             config.environment,
             config.tasks,

@@ -4,6 +4,7 @@ Ctrl-C, or SIGTERM, stops a run after the step under way, to be resumed; a secon
 SAO_TRACEBACK=1 in the environment an error shows where it came from; events.log in the run folder holds that too.
 """
 
+import asyncio
 import errno
 import json
 import os
@@ -28,8 +29,9 @@ from rich.table import Table
 
 from sao.build import describe_machine, make_renderer, prepare_tokenizer
 from sao.clock import WaitTimeoutError
-from sao.config import RunConfig, describe, resolve, to_markdown, to_toml
+from sao.config import RunConfig, describe, from_tree, resolve, to_markdown, to_toml
 from sao.engines.protocol import EngineError
+from sao.engines.vllm_server import VllmServer
 from sao.envs.protocol import WorldError
 from sao.loop import LoopError
 from sao.observe.inspector import format_rollout, format_summaries, inspect_rollout, summarise
@@ -246,6 +248,34 @@ def rollout(
                 typer.echo("\n".join(["stopped", *getattr(error, "__notes__", ())]))
                 raise typer.Exit(130) from None
     typer.echo(f"{kept} traces in {out / 'traces.jsonl'}")
+
+
+@app.command("serve-engine")
+def serve_engine(
+    model: Annotated[Path, typer.Argument(help="Folder of the model to start with.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="TOML configuration whose [engine] and [vllm] hold.")] = None,
+    override: Set = None,
+    port: Annotated[int, typer.Option(help="TCP port.")] = 8101,
+    host: Annotated[str, typer.Option(help="Address to listen at. The routes can do anything: trusted nets only.")] = (
+        "127.0.0.1"
+    ),
+    place: Annotated[int, typer.Option(help="0, 1, ...: which cores it takes, on a CPU.")] = 0,
+) -> None:
+    """Serve a model with vLLM, with the flags that training needs, until Ctrl-C."""
+    settings = resolve(config, override or ()) if config is not None else from_tree({}, override or ())
+
+    async def serve() -> None:
+        server = await VllmServer.start(
+            str(model.absolute()), settings.engine, settings.vllm, index=place, host=host, port=port
+        )
+        try:
+            typer.echo(f"serving at {server.address}; end with Ctrl-C")
+            await server.wait()
+            raise EngineError(f"the server has ended:\n{server.last_words()}")
+        finally:
+            await server.stop()
+
+    asyncio.run(serve())
 
 
 @app.command("inspect")

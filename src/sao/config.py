@@ -22,6 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 from sao.algorithm.sao import AlgorithmConfig
 from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, readable
 from sao.engines.local import EngineConfig, EngineCost
+from sao.engines.pool import PoolConfig
+from sao.engines.vllm_settings import VllmConfig
 from sao.envs.demonstrations import FLAWLESS, NoiseConfig
 from sao.envs.select import EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
@@ -128,6 +130,10 @@ class RunConfig:
     """How actor and critic are optimised."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The engine that samples tokens."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    """vLLM servers, for engine.kind = "vllm"."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """How several replicas of the engine, and vLLM servers, are watched."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits of an episode, and its sampling."""
     workers: ProcessWorkersConfig = field(default_factory=ProcessWorkersConfig)
@@ -148,7 +154,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
             raise ValueError(
-                f"name is {self.name!r}; it names a folder: use letters, digits, dashes and dots, no dot first"
+                f"name is {self.name!r}; it names a folder: use letters, digits, dashes, dots but not first"
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
@@ -177,6 +183,8 @@ class RunConfig:
         if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):
             raise ValueError("in virtual time only in-process tools run, and only metrics.jsonl is written")
         self.trainer.require_clock(self.clock)
+        if self.clock == "virtual" and (self.engine.kind != "local" or self.engine.replicas > 1):
+            raise ValueError('in virtual time only one local engine runs: set clock = "real", or engine.replicas to 1')
         self.rollout.require_neutral()
 
 

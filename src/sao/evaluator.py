@@ -108,7 +108,7 @@ class Evaluator:
                 # An engine that died costs an evaluation, not the run: the next one gets a new engine.
                 await self.stop()
         if self._engine is None:
-            self._engine = await make_engine(self._config, self._clock, snapshot)
+            self._engine = await make_engine(self._config, self._clock, snapshot, purpose="evaluation")
         if self._worker is None:
             self._worker, self._world = await make_worker(
                 self._config, self._clock, self._engine, self._tokenizer, purpose="evaluation"

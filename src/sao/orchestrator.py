@@ -30,7 +30,7 @@ from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
 from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
-from sao.pipeline.accounts import age_metrics, rollout_metrics, token_ages
+from sao.pipeline.accounts import age_metrics, gap_metrics, rollout_metrics, token_ages
 from sao.store.records import Published, TokenRecord, Trained
 from sao.store.run_folder import Manifest
 from sao.store.versions import VersionTree
@@ -202,6 +202,8 @@ class Orchestrator:
             report = await trainer.update_critic()
         self._step = batch.step
         self._parts.log.append(_trained(batch, report, version=self._version, parent=parent))
+        actor_logprobs = [[part.actor_logprobs for part in parts] for parts in report.tokens]
+        metrics.append(gap_metrics(batch.rollouts, actor_logprobs, self._tree, parent))
         now = self._clock.now()
         timing = {
             "time/wait_for_batch": last(waited),
@@ -223,6 +225,9 @@ class Orchestrator:
             "engine/recomputed_tokens": last(health.recomputed_tokens - before.recomputed_tokens),
             "engine/busy_seconds": last(health.busy_seconds - before.busy_seconds),
             "engine/probe_gap": last(health.probe_gap),
+            "engine/update_seconds": last(health.update_seconds),
+            "engine/replicas": last(health.replicas),
+            "engine/taken_out": last(health.taken_out),
         }
 
     async def _engine_health(self) -> EngineHealth:

@@ -1,8 +1,10 @@
 """Everything that can be known before a run starts, checked by doing it small."""
 
+import asyncio
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,20 +14,24 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from sao.build import make_renderer, prepare_tokenizer
+from sao.build import make_renderer, prepare_model, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
 from sao.config import RunConfig
+from sao.engines.protocol import EngineError
+from sao.engines.vllm import VllmEngine
+from sao.engines.vllm_server import vllm_version
 from sao.envs.protocol import WorldError
 from sao.envs.sandbox import sandbox_problem
 from sao.envs.select import make_expert, make_source, make_world, trained_on
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
-from sao.models.load import build_config, check_head_config, find_device
+from sao.models.load import build_config, check_head_config, find_device, load_folder
 from sao.rollout.renderer import ChatRenderer
 from sao.store.frames import segments
 from sao.training.critic import Critic
 from sao.training.ulysses import check_heads
-from sao.types import Task
+from sao.training.weights import SnapshotStore
+from sao.types import Snapshot, Task
 
 LOOKED_AT = 20
 """Tasks whose prompts are measured."""
@@ -59,6 +65,8 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
             if _good(needed):
                 findings += _run(check, config, Path(scratch))
         findings += _run(partial(_disk, folder=folder), config, Path(scratch))
+        if config.engine.kind == "vllm" and _good(findings):
+            findings += _run(partial(_vllm, folder=folder), config, Path(scratch))
     return findings
 
 
@@ -69,7 +77,7 @@ def _good(findings: list[Finding]) -> bool:
 def _run(check: Callable[[RunConfig, Path], Iterator[Finding]], config: RunConfig, scratch: Path) -> list[Finding]:
     try:
         return list(check(config, scratch))
-    except (ValueError, OSError, WorldError) as error:
+    except (ValueError, OSError, WorldError, EngineError) as error:
         return [Finding(good=False, text=str(error))]
 
 
@@ -254,10 +262,43 @@ def _prompt_length(config: RunConfig, renderer: ChatRenderer, task: Task) -> int
     return run_virtual(opening())
 
 
-def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
+def _vllm(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
+    """The Python that starts servers; or a weight update and a generation on those that run, from the run's disk."""
+    servers = (*config.vllm.servers, *config.vllm.evaluation_servers)
+    if not config.vllm.servers:
+        command = config.vllm.command or sys.executable
+        yield Finding(good=True, text=f"engine: {config.engine.replicas} servers of vLLM {vllm_version(command)}")
+    if not servers:
+        return
+    model = load_folder(prepare_model(config, prepare_tokenizer(config, scratch / "tokenizer"), scratch / "start"))
+    with tempfile.TemporaryDirectory(prefix=".sao-check-", dir=_existing(folder)) as shared:
+        snapshot = SnapshotStore(shared).write(model, version=0, parent=None)
+        for address in servers:
+            yield asyncio.run(_try_server(config, address, snapshot))
+
+
+async def _try_server(config: RunConfig, address: str, snapshot: Snapshot) -> Finding:
+    try:
+        engine = await VllmEngine.connect(address, snapshot, config.engine, config.vllm)
+    except EngineError as error:
+        return Finding(good=False, text=str(error))
+    try:
+        health = await engine.health()
+    finally:
+        await engine.stop()
+    seconds, gap = health.update_seconds, health.probe_gap
+    return Finding(good=True, text=f"engine: {address} took weights in {seconds:.1f} s, probe gap {gap:.1e} nats")
+
+
+def _existing(folder: Path) -> Path:
     place = folder.absolute()
     while not place.exists():
         place = place.parent
+    return place
+
+
+def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
+    place = _existing(folder)
     free = shutil.disk_usage(place).free
     if config.model.gguf_file:
         weights = (Path(config.model.path) / config.model.gguf_file).stat().st_size  # half a byte each, or more

@@ -68,7 +68,7 @@ async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGe
     clock = RealClock()
     model = load_folder(policy.model)
     snapshot = SnapshotStore(scratch / "snapshots").write(model, version=0, parent=None)
-    engine = await make_engine(policy.config, clock, snapshot)
+    engine = await make_engine(policy.config, clock, snapshot, purpose=purpose)
     try:
         worker, world = await make_worker(policy.config, clock, engine, policy.tokenizer, purpose=purpose)
         try:

@@ -5,7 +5,7 @@ import pytest
 from pipeline_examples import make_rollout
 
 from sao.observe.metrics import Metrics
-from sao.pipeline.accounts import Accounts, age_metrics, rollout_metrics, token_ages
+from sao.pipeline.accounts import Accounts, age_metrics, gap_metrics, rollout_metrics, token_ages
 from sao.store.versions import VersionTree
 
 # A run that published 0 .. 5, was stopped, went on from 3 as 6 (parent 3), 7, and then from 3 again as 8.
@@ -58,6 +58,23 @@ def test_nothing_gives_no_metrics() -> None:
     assert age_metrics([], TREE, 8) == {}
     assert age_metrics([make_rollout("a", versions=())], TREE, 8) == {}
     assert rollout_metrics([]) == {}
+
+
+def test_noise_and_staleness_are_told_apart() -> None:
+    """Catches staleness taken for disagreement with the engine, and the zeros of a critic-only step for log-probs.
+
+    Recorded are -1 throughout; the actor at version 5 says -1.5, -1.25 (version 5) and -3 (version 4), and -0.9 (5).
+    """
+    rollouts = [make_rollout("a", versions=(4, 5, 5)), make_rollout("b", versions=(5,))]
+    actor = [[np.array([0, -3, -1.5, -1.25], np.float32)], [np.array([0, -0.9], np.float32)]]
+    found = values(gap_metrics(rollouts, actor, TREE, 5))
+    assert found["engine/gap_same_tokens"] == 3
+    assert found["engine/gap_same_mean"] == pytest.approx((0.5 + 0.25 + 0.1) / 3)
+    assert found["engine/gap_same_max"] == pytest.approx(0.5)
+    assert found["engine/gap_older_mean"] == pytest.approx(2.0)
+    assert set(values(gap_metrics(rollouts, actor, TREE, 8))) == {"engine/gap_same_tokens", "engine/gap_older_mean"}
+    assert gap_metrics(rollouts, [[np.zeros_like(part) for part in parts] for parts in actor], TREE, 5) == {}
+    assert gap_metrics([], [], TREE, 5) == {}
 
 
 def test_rollout_metrics_are_means_over_rollouts() -> None:

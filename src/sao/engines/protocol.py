@@ -48,6 +48,12 @@ class EngineHealth:
     """Largest absolute difference between the engine's and the trainer's log-probs on the last probe."""
     cpu_seconds: float | None = None
     """Core-seconds of the engine's process since it started; None where it has none of its own, or does not tell."""
+    update_seconds: float = 0.0
+    """Seconds for which the last weight update stopped generation; 0 where it goes on."""
+    replicas: int = 1
+    """Engines that serve."""
+    taken_out: int = 0
+    """Replicas taken out so far: dead, stalled, or not holding what they were given."""
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""Settings of the local engine and its cost in virtual time. No torch, so that whoever starts an engine needs none."""
+"""Settings of engines and the local one's cost in virtual time. No torch, so that whoever starts one needs none."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,17 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The local engine."""
+    """The engine: the embedded one, or servers that `[vllm]` describes further."""
 
+    kind: Literal["local", "vllm"] = "local"
+    """local: our own, on `transformers`, which the laptop needs. vllm: stock vLLM servers, for larger models."""
+    replicas: int = 1
+    """Engines that share the sessions, in real time. More use more cores or GPUs; one that dies is replaced while the
+    others go on. With vllm.servers it is the number of addresses that counts."""
     mode: Literal["recompute", "keep"] = "recompute"
-    """What becomes of cached tokens at a weight update. recompute rebuilds them, so that every later log-prob is the
-    trainer's for its version; keep goes on with them: faster, but the log-probs match no version."""
+    """What becomes of the local engine's cached tokens at a weight update. recompute rebuilds them, so that every later
+    log-prob is the trainer's for its version, as vLLM's are in any case; keep goes on with them: faster, but the
+    log-probs match no version."""
     max_sessions: int = 64
     """Sessions that hold a cache at once; more wait, or push out the one parked longest."""
     max_context: int = 1024
@@ -34,7 +40,7 @@ class EngineConfig:
     """Seconds for an engine process to take new weights, or to answer at all."""
 
     def __post_init__(self) -> None:
-        for name in ("max_sessions", "threads", "flush_tokens", "prefill_tokens"):
+        for name in ("replicas", "max_sessions", "threads", "flush_tokens", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_context < 2:

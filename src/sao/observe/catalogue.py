@@ -111,6 +111,19 @@ PLOTS: tuple[Plot, ...] = (
         draw=figures.ratios,
     ),
     Plot(
+        name="engine_gap",
+        title="Noise floor and staleness",
+        caption="Mean difference of recorded and actor's log-probs: of tokens that the version computing the loss "
+        "sampled itself (the noise between engine and trainer), and of older ones (staleness besides).",
+        needs="engine/gap_older_mean",
+        draw=figures.lines(
+            "Recorded against the actor's log-probs",
+            "nats",
+            {"engine/gap_same_mean": "same version: noise", "engine/gap_older_mean": "older: noise and staleness"},
+            log=True,
+        ),
+    ),
+    Plot(
         name="gradient_norms",
         title="Gradient norms",
         caption="Before clipping. Sudden growth comes before a collapse; a critic that is always clipped learns too "

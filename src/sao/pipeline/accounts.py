@@ -110,3 +110,29 @@ def age_metrics(rollouts: Sequence[Rollout], tree: VersionTree, current: int) ->
         "age/max": last(float(ages.max())),
         "age/queue": last(float(np.mean(newest))),
     }
+
+
+def gap_metrics(
+    rollouts: Sequence[Rollout], actor_logprobs: Sequence[Sequence[FloatArray]], tree: VersionTree, current: int
+) -> dict[str, Metric]:
+    """|actor - rollout log-prob| in nats, apart for tokens of the version that computes the loss, and for older ones.
+
+    The first is the noise floor between engine and trainer, the second holds staleness too. `actor_logprobs` has an
+    array (T,) per rollout and sequence; there is no gap in a step that did not compute them.
+    """
+    pairs = [
+        (actor[sequence.action_mask], sequence.rollout_logprobs[sequence.action_mask])
+        for rollout, parts in zip(rollouts, actor_logprobs, strict=True)
+        for sequence, actor in zip(rollout.sequences, parts, strict=True)
+    ]
+    if not any(actor.any() for actor, _ in pairs):
+        return {}
+    gaps = np.concatenate([np.abs(actor - recorded) for actor, recorded in pairs])
+    same = token_ages(rollouts, tree, current) == 0
+    metrics = {"engine/gap_same_tokens": last(int(same.sum()))}
+    if same.any():
+        metrics["engine/gap_same_mean"] = last(float(gaps[same].mean()))
+        metrics["engine/gap_same_max"] = last(float(gaps[same].max()))
+    if not same.all():
+        metrics["engine/gap_older_mean"] = last(float(gaps[~same].mean()))
+    return metrics

@@ -1,0 +1,239 @@
+"""The engine's half of the socket that `EngineClient` speaks to, for any engine. No torch."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from sao.engines.client import SOCKET, JsonLines
+from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
+from sao.types import Snapshot, TokenChunk
+
+Deliver = Callable[[TokenChunk | EngineError | ValueError], None]
+
+
+class Submits(Protocol):
+    """What a connection needs of an engine: generations by callback, so that a step's chunks leave together."""
+
+    def submit(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str, deliver: Deliver
+    ) -> Any:
+        """Begin a generation. Raises ValueError or EngineError."""
+        ...
+
+    def abandon(self, generation: Any) -> None:
+        """End a generation."""
+        ...
+
+    def forget(self, session: str) -> None:
+        """Close a session, without waiting."""
+        ...
+
+    async def cancel(self, session: str) -> None:
+        """See Engine."""
+        ...
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """See Engine."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """See Engine."""
+        ...
+
+
+def snapshot_from(fields: dict[str, Any]) -> Snapshot:
+    """A snapshot from its JSON fields."""
+    probe: dict[str, Any] = {name: tuple(fields[name]) for name in ("probe_token_ids", "probe_logprobs")}
+    return Snapshot(**{**fields, **probe})
+
+
+class EngineServer:
+    """One connection of a client to an engine; `own_process`: nothing else runs in this process."""
+
+    def __init__(self, engine: Submits, *, own_process: bool = False) -> None:
+        self._own_process = own_process
+        self.lines = JsonLines(self._received, self._lost)
+        self._engine = engine
+        self._generations: dict[int, Any] = {}
+        self._sessions: set[str] = set()
+        self._outbox: list[list[Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _received(self, message: dict[str, Any]) -> None:
+        match message["op"]:
+            case "generate":
+                self._generate(message)
+            case "abandon":
+                if message["id"] in self._generations:
+                    self._engine.abandon(self._generations[message["id"]])
+            case "cancel":
+                self._spawn(self._engine.cancel(message["session"]))
+            case "close":
+                self._sessions.discard(message["session"])
+                self._engine.forget(message["session"])
+            case "load":
+                self._spawn(self._load(message["id"], message["snapshot"]))
+            case "health":
+                self._spawn(self._health(message["id"]))
+            case unknown:
+                raise AssertionError(f"client and server are of one release, but {unknown!r} is not known")
+
+    def _generate(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        sampling = message["sampling"]
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        self._sessions.add(message["session"])
+        try:
+            self._generations[number] = self._engine.submit(
+                message["token_ids"],
+                max_tokens=message["max_tokens"],
+                sampling=Sampling(**sampling),
+                session=message["session"],
+                deliver=lambda chunk: self._deliver(number, chunk),
+            )
+        except Exception as error:  # unanswered, the caller would hang
+            self._refuse(number, error)
+
+    def _deliver(self, number: int, chunk: TokenChunk | EngineError | ValueError) -> None:
+        if isinstance(chunk, (EngineError, ValueError)):
+            self._generations.pop(number, None)
+            self._refuse(number, chunk)
+            return
+        if chunk.stop is not None:
+            self._generations.pop(number, None)
+        if not self._outbox:
+            # All chunks of one engine step leave as one message.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append([number, chunk.token_ids, chunk.logprobs, chunk.version, chunk.stop])
+
+    def _flush(self) -> None:
+        chunks, self._outbox = self._outbox, []
+        if chunks:
+            self.lines.send({"chunks": chunks})
+
+    async def _load(self, number: int, fields: dict[str, Any]) -> None:
+        await self._reply(number, lambda: self._engine.load(snapshot_from(fields)))
+
+    async def _health(self, number: int) -> None:
+        async def fields() -> dict[str, Any]:
+            health = asdict(await self._engine.health())
+            return health | {"cpu_seconds": time.process_time()} if self._own_process else health
+
+        await self._reply(number, fields)
+
+    async def _reply(self, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        try:
+            result = await work()
+        except Exception as error:  # unanswered, the caller would wait out its time limit
+            self._refuse(number, error if isinstance(error, EngineError) else EngineError(repr(error)))
+        else:
+            # Tokens of the former version must not arrive after the word that the next one is loaded.
+            self._flush()
+            self.lines.send({"id": number, "result": result})
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        told = str(error) if isinstance(error, (ValueError, EngineError)) else repr(error)
+        self.lines.send({"id": number, "error": told, "caller": isinstance(error, ValueError)})
+
+    def _lost(self) -> None:
+        for generation in self._generations.values():
+            self._engine.abandon(generation)
+        for session in self._sessions:
+            self._engine.forget(session)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Streamed:
+    """An Engine's streams as callbacks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.cancel, self.load, self.health = engine.cancel, engine.load, engine.health
+
+    def submit(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str, deliver: Deliver
+    ) -> asyncio.Task[None]:
+        stream = self._engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
+
+        async def play() -> None:
+            try:
+                async for chunk in stream:
+                    deliver(chunk)
+            except (EngineError, ValueError) as error:
+                deliver(error)
+            except Exception as error:  # unanswered, the caller would hang
+                deliver(EngineError(repr(error)))
+            finally:
+                if isinstance(stream, AsyncGenerator):
+                    await stream.aclose()
+
+        return self._spawn(play())
+
+    def abandon(self, generation: asyncio.Task[None]) -> None:
+        generation.cancel()
+
+    def forget(self, session: str) -> None:
+        self._spawn(self._close(session))
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _close(self, session: str) -> None:
+        with suppress(EngineError):
+            await self._engine.close(session)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class EngineGate:
+    """A socket in a private folder through which other processes use an engine of this one."""
+
+    def __init__(
+        self, streamed: _Streamed, server: asyncio.Server, connections: list[EngineServer], folder: Path
+    ) -> None:
+        self._streamed, self._server, self._connections, self._folder = streamed, server, connections, folder
+        self.address = str(folder / SOCKET)
+
+    @classmethod
+    async def open(cls, engine: Engine) -> "EngineGate":
+        """Listen. Raises EngineError where the path is too long for a socket."""
+        folder = Path(tempfile.mkdtemp(prefix="sao-gate-"))
+        streamed = _Streamed(engine)
+        connections: list[EngineServer] = []
+
+        def accept() -> JsonLines:
+            connections.append(EngineServer(streamed))
+            return connections[-1].lines
+
+        try:
+            server = await asyncio.get_running_loop().create_unix_server(accept, str(folder / SOCKET))
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError(f"cannot listen in {folder}: {error}; set TMPDIR to a shorter path") from error
+        return cls(streamed, server, connections, folder)
+
+    async def close(self) -> None:
+        """Hang up. The engine goes on."""
+        self._server.close()
+        await self._streamed.stop()
+        for connection in self._connections:
+            connection.lines.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,373 @@
+"""Engine over one stock vLLM server. A weight update with requests in flight has exact boundaries:
+
+    load --> gate closed --> pause (abort) --> every request ends; its tokens stand under the old version
+         --> transfer --> resume --> probe --> passed: gate open, prompt + tokens so far are sent again, new cache salt
+                                          \\-> failed: EngineError, no generation until a later load passes
+
+Nothing but the probe is sent between resume and a passed probe, so no token can be of weights that nobody proved. A
+request belongs to one version from its first token to its last. vLLM's pause (keep) would save sending requests again,
+not the rebuilding of their caches, and lets them go on before the probe has passed; so it is not used.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+
+from sao.clock import Signal
+from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.engines.sampling import splitmix64
+from sao.engines.settings import EngineConfig
+from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
+from sao.engines.vllm_http import Piece, VllmHttp
+from sao.engines.vllm_server import VllmServer
+from sao.engines.vllm_settings import VllmConfig
+from sao.engines.vllm_transports import Transport, check_whole, make_transport
+from sao.types import GenerationStop, Snapshot, TokenChunk
+
+UNPROVED = -1
+"""Version of a server that has yet to prove what it holds."""
+
+DRAIN_S = 2.0
+"""How long aborted requests get to hand in their last tokens; what has not ended then is left, and sent again later."""
+
+SAME = 2e-5
+"""Nats by which float32 log-probs of equal weights may differ."""
+
+
+class _Generation:
+    """One call of `generate`, over as many requests as updates cut it into."""
+
+    def __init__(self, prompt: list[int], limit: int, cut_by_context: bool, sampling: Sampling) -> None:
+        self.prompt = prompt
+        self.limit = limit
+        self.cut_by_context = cut_by_context
+        self.sampling = sampling
+        self.given: list[int] = []
+        self.chunks: asyncio.Queue[TokenChunk | EngineError] = asyncio.Queue()
+        self.cancelled = False
+        self.ended = False
+        self.request: asyncio.Task[bool] | None = None
+
+
+class VllmEngine:
+    """Satisfies Engine for one server. Real clock only; make it with `connect`.
+
+    Draws differ from the local engine's: vLLM seeds a request, not a token, so a generation that an update or another
+    replica interrupts goes on with the seed of (Sampling.seed, index of its next token), and its draws depend on where
+    it was cut. The recorded log-probs are exact in any case. A failed load leaves no weights to go back to: unlike the
+    local engine's, a server then takes no generation until a later load passes.
+    """
+
+    def __init__(
+        self,
+        server: VllmHttp,
+        transport: Transport,
+        engine: EngineConfig,
+        *,
+        vocab_size: int,
+        process: VllmServer | None = None,
+    ) -> None:
+        self._server, self._transport, self._config, self._process = server, transport, engine, process
+        self._vocab_size = vocab_size
+        self._version = UNPROVED
+        self._failure = "no weights were loaded yet"
+        self._stopped = False
+        self._open = False
+        self._changed = Signal()
+        self._loading = asyncio.Lock()
+        self._asked: Snapshot | None = None
+        self._measured: np.ndarray | None = None
+        self._expected: np.ndarray | None = None
+        self._generations: dict[str, _Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._generated = self._recomputed = 0
+        self._busy_seconds, self._busy_since = 0.0, 0.0
+        self._probe_gap = self.update_seconds = 0.0
+        self.update_bytes = 0
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        snapshot: Snapshot,
+        engine: EngineConfig,
+        config: VllmConfig,
+        *,
+        process: VllmServer | None = None,
+    ) -> "VllmEngine":
+        """An engine whose server holds the snapshot, proved by probe and by a few sampled tokens. Raises EngineError.
+
+        It owns `process`, which ends with it.
+        """
+        server = VllmHttp(address, config, update_timeout_s=engine.load_timeout_s)
+        connected: VllmEngine | None = None
+        try:
+            facts = await server.facts()
+            vocab_size = snapshot_vocabulary(snapshot.location)
+            await check_server(server, facts, engine, config, vocab_size=vocab_size)
+            transport = make_transport(server, config, workers=facts.workers, timeout_s=engine.load_timeout_s)
+            connected = cls(server, transport, engine, vocab_size=vocab_size, process=process)
+            await connected.load(snapshot)
+            await check_words(server, engine, vocab_size=vocab_size)
+        except BaseException:
+            await (connected.stop() if connected is not None else server.close())
+            if connected is None and process is not None:
+                await process.stop()
+            raise
+        return connected
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+    ) -> AsyncIterator[TokenChunk]:
+        """See Engine. Raises ValueError for token ids the model does not know, or a session that is busy."""
+        self._check_usable()
+        generation = self._checked(token_ids, max_tokens, sampling)
+        former = self._generations.get(session)
+        if former is not None and not former.cancelled:
+            raise ValueError(f"session {session!r} has a generation under way; a session has one at a time")
+        if not self._generations:
+            self._busy_since = time.monotonic()
+        self._generations[session] = generation
+        self._spawn(self._play(generation))
+        try:
+            while True:
+                chunk = await generation.chunks.get()
+                if isinstance(chunk, EngineError):
+                    raise chunk
+                yield chunk
+                if chunk.stop is not None:
+                    return
+        finally:
+            self._abandon(generation)
+            if self._generations.get(session) is generation:
+                del self._generations[session]
+                if not self._generations:
+                    self._busy_seconds += time.monotonic() - self._busy_since
+
+    async def cancel(self, session: str) -> None:
+        """See Engine."""
+        if session in self._generations:
+            self._abandon(self._generations[session])
+
+    async def close(self, session: str) -> None:
+        """See Engine. vLLM keeps its cache by content, not by session."""
+        await self.cancel(session)
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """See Engine. Loads queue; one that a newer one overtakes in the queue returns with the newer one."""
+        if self._stopped:
+            raise EngineError(self._failure)
+        self._asked = snapshot
+        async with self._loading:
+            if self._asked.version != self._version:
+                await self._take(self._asked)
+
+    async def health(self) -> EngineHealth:
+        """See Engine. Asks the server, and notices one that was restarted or given weights by someone else."""
+        self._check_usable()
+        if self._process is not None and self._process.ended():
+            self._unprove(f"vLLM server {self._server.address} has ended:\n{self._process.last_words()}")
+        self._check_usable()
+        if not self._loading.locked():
+            version = self._version
+            await self._server.healthy()
+            label = await self._server.weight_version()
+            if label != str(version) and version == self._version and not self._loading.locked():
+                what = f"holds weights labelled {label!r}, not {version}: restarted, or updated by someone else"
+                self._unprove(str(self._server.error("health", what, "give the server to this run alone")))
+                self._check_usable()
+        running = self._busy_seconds + (time.monotonic() - self._busy_since if self._generations else 0.0)
+        return EngineHealth(
+            version=self._version,
+            running=len(self._generations),
+            generated_tokens=self._generated,
+            recomputed_tokens=self._recomputed,
+            busy_seconds=running,
+            probe_gap=self._probe_gap,
+            update_seconds=self.update_seconds,
+        )
+
+    async def stop(self) -> None:
+        """See Engine."""
+        self._stopped = True
+        self._unprove("the engine was stopped")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transport.close()
+        await self._server.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    def _check_usable(self) -> None:
+        if self._failure:
+            raise EngineError(self._failure)
+
+    def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> _Generation:
+        prompt = [int(token) for token in token_ids]
+        if not prompt:
+            raise ValueError("token_ids is empty; a model needs at least one token to go on from")
+        bad = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is not in the model's vocabulary of {self._vocab_size}")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(
+                f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]"
+            )
+        room = max(self._config.max_context - len(prompt), 0)
+        return _Generation(prompt, min(max_tokens, room), room < max_tokens, sampling)
+
+    async def _play(self, generation: _Generation) -> None:
+        """Requests until the generation ends; each waits for the gate and is of one version."""
+        try:
+            while not generation.ended:
+                if len(generation.given) >= generation.limit:
+                    # No room from the start, or a request that was aborted after its last token.
+                    full = generation.cut_by_context
+                    self._end(generation, GenerationStop.CONTEXT_FULL if full else GenerationStop.MAX_TOKENS)
+                    return
+                await self._changed.until(lambda: self._open or bool(self._failure) or generation.cancelled)
+                if generation.cancelled:
+                    self._end(generation, GenerationStop.CANCELLED)
+                    return
+                self._check_usable()
+                generation.request = asyncio.create_task(self._request(generation, self._version))
+                await asyncio.wait([generation.request])
+                if not generation.request.cancelled():
+                    generation.request.result()
+        except EngineError as error:
+            generation.ended = True
+            generation.chunks.put_nowait(error)
+        finally:
+            if generation.request is not None:
+                generation.request.cancel()
+
+    async def _request(self, generation: _Generation, version: int) -> bool:
+        """One request, of one version; returns whether it ended the generation, and not an abort."""
+        body = self._body(generation, version)
+        self._recomputed += len(body["prompt"]) if generation.given else 0
+        async with aclosing(self._server.complete(body)) as pieces:
+            async for piece in pieces:
+                stop = self._stop_of(generation, piece)
+                generation.given += piece.token_ids
+                self._generated += len(piece.token_ids)
+                generation.ended = stop is not None
+                if piece.token_ids or stop is not None:
+                    chunk = TokenChunk(token_ids=piece.token_ids, logprobs=piece.logprobs, version=version, stop=stop)
+                    generation.chunks.put_nowait(chunk)
+        return generation.ended
+
+    def _body(self, generation: _Generation, version: int) -> dict[str, Any]:
+        sampling = generation.sampling
+        index = sampling.first_token_index + len(generation.given)
+        key = np.array([sampling.seed & (2**64 - 1)], dtype=np.uint64) ^ splitmix64(np.array([index], dtype=np.uint64))
+        return {
+            "prompt": generation.prompt + generation.given,
+            "max_tokens": generation.limit - len(generation.given),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # Only our stop tokens end a generation, and not what the model's configuration calls its end.
+            "ignore_eos": True,
+            "seed": int(splitmix64(key)[0] >> np.uint64(1)),
+            "return_tokens_as_token_ids": True,
+            "cache_salt": f"version-{version}",
+        }
+
+    def _stop_of(self, generation: _Generation, piece: Piece) -> GenerationStop | None:
+        if piece.finish in ("", "abort"):
+            return None
+        if piece.finish == "stop":
+            return GenerationStop.STOP_TOKEN
+        if piece.finish != "length":
+            raise self._server.error("generate", f"a request ended by {piece.finish!r}", "look at the server's log")
+        return GenerationStop.CONTEXT_FULL if generation.cut_by_context else GenerationStop.MAX_TOKENS
+
+    def _end(self, generation: _Generation, stop: GenerationStop) -> None:
+        generation.ended = True
+        version = max(self._version, 0)
+        generation.chunks.put_nowait(TokenChunk(token_ids=(), logprobs=(), version=version, stop=stop))
+
+    def _abandon(self, generation: _Generation) -> None:
+        if not generation.ended and not generation.cancelled:
+            generation.cancelled = True
+            if generation.request is not None:
+                # Hanging up is how vLLM is told to drop a request.
+                generation.request.cancel()
+            self._changed.notify()
+
+    async def _take(self, snapshot: Snapshot) -> None:
+        """Replace the weights. Before the pause an error changes nothing; after it, the server is unproved."""
+        size = await asyncio.to_thread(check_whole, snapshot)
+        if snapshot_vocabulary(snapshot.location) != self._vocab_size:
+            raise EngineError(f"policy version {snapshot.version} has another vocabulary than the server's model")
+        began, former = time.monotonic(), self._version
+        self._open, self._failure = False, ""
+        try:
+            await self._server.pause()
+            await self._drain()
+            await self._transport.send(snapshot)
+            await self._server.resume()
+            self._probe_gap = await self._prove(snapshot, former)
+        except BaseException as error:
+            self._unprove(f"policy version {snapshot.version} was not loaded: {error}")
+            raise
+        self._version, self._open = snapshot.version, True
+        self.update_seconds, self.update_bytes = time.monotonic() - began, size
+        self._changed.notify()
+
+    async def _drain(self) -> None:
+        """Wait for the aborted requests; leave those that the server, stopped, will not end."""
+        requests = [each.request for each in self._generations.values() if each.request is not None]
+        running = [request for request in requests if not request.done()]
+        if running:
+            _, left = await asyncio.wait(running, timeout=DRAIN_S)
+            for request in left:
+                request.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _prove(self, snapshot: Snapshot, former: int) -> float:
+        """Largest gap between the server's and the trainer's log-probs on the probe; raises if it is too large."""
+        tokens, expected = snapshot.probe_token_ids, np.array(snapshot.probe_logprobs, dtype=np.float64)
+        if len(tokens) < 2:
+            return 0.0
+        if len(expected) != len(tokens) - 1 or len(tokens) >= self._config.max_context:
+            raise EngineError(f"the probe has {len(tokens)} tokens and {len(expected)} log-probs")
+        measured = np.array(await self._server.score(tokens, cache_salt=f"version-{snapshot.version}"))
+        gap = float(np.abs(measured - expected).max())
+        last_measured, last_expected = self._measured, self._expected
+        self._measured, self._expected = measured, expected
+        hint = "the server keeps other weights than it was sent: restart it, and check its plugin (docs/vllm.md)"
+        if not gap <= self._config.probe_tolerance:
+            what = (
+                f"log-probs of version {snapshot.version} differ from the trainer's by {gap:g}, more than "
+                f"engine.probe_tolerance {self._config.probe_tolerance:g}"
+            )
+            raise self._server.error("probe", what, hint + "; or engine.dtype needs a wider tolerance")
+        # A small update hides below the tolerance; old weights still show, because they score the probe as before.
+        if self._config.dtype == "float32" and last_measured is not None and last_expected is not None:
+            comparable = last_expected.shape == expected.shape
+            if comparable and np.abs(last_expected - expected).max() > SAME and (last_measured == measured).all():
+                what = f"log-probs are those of version {former}, to the bit, and not of version {snapshot.version}"
+                raise self._server.error("probe", what, hint)
+        return gap
+
+    def _unprove(self, reason: str) -> None:
+        self._version, self._open = UNPROVED, False
+        self._failure = reason
+        for generation in self._generations.values():
+            if generation.request is not None:
+                generation.request.cancel()
+        self._changed.notify()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,113 @@
+"""The true vLLM server on a CPU: runs where SAO_VLLM_PYTHON names a Python with it (scripts/install_vllm_cpu.sh)."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_toys import answer, prompt_of, stop_of, versions_of
+from test_weight_updates import check_versions
+
+from sao.engines.pool import EnginePool, PoolConfig
+from sao.engines.protocol import Engine
+from sao.engines.settings import EngineConfig
+from sao.engines.vllm import VllmEngine
+from sao.engines.vllm_server import VllmServer
+from sao.engines.vllm_settings import VllmConfig
+from sao.models.load import ModelConfig, load_causal_lm
+from sao.training.weights import SnapshotStore
+from sao.types import GenerationStop, Snapshot
+
+PYTHON = os.environ.get("SAO_VLLM_PYTHON", "")
+REASON = "SAO_VLLM_PYTHON names no Python with vLLM; scripts/install_vllm_cpu.sh makes one"
+if not PYTHON:
+    print(f"tests/engines/test_real_vllm.py is skipped: {REASON}")
+pytestmark = pytest.mark.skipif(not PYTHON, reason=REASON)
+
+ENGINE = EngineConfig(kind="vllm", max_context=256, flush_tokens=4, start_timeout_s=600.0, load_timeout_s=300.0)
+PATIENT = PoolConfig(health_timeout_s=60.0, stall_timeout_s=300.0)
+
+
+def built(architecture: str, version: int):
+    # vLLM's CPU attention needs a head of 32 or more.
+    config = ModelConfig(architecture=architecture, vocab_size=61, head_dim=32, max_positions=512, init_std=0.15)
+    return load_causal_lm(config, seed=version)
+
+
+def groups() -> list[tuple[int, str]]:
+    """Process group and state of every process."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = file.read_text().rsplit(")", 1)[1].split()[:3]
+            found.append((int(group), state))
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "transport"), [("qwen3", "folder"), ("qwen3_moe", "gloo")])
+def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport: str, tmp_path: Path):
+    """Catches what only the true server shows: a tied head or experts that keep old weights, a cache that outlives an
+    update, partial tokens lost at a pause, and a server that dies without being replaced or leaves processes behind."""
+    models = {version: built(architecture, version) for version in (1, 2, 3)}
+    store = SnapshotStore(tmp_path)
+    snapshots = {version: store.write(model, version=version, parent=None) for version, model in models.items()}
+    config = VllmConfig(command=PYTHON, transport=transport, kv_cache_mb=64, connect_timeout_s=60.0,
+                        probe_timeout_s=300.0)  # fmt: skip
+    servers: list[VllmServer] = []
+
+    async def make(place: int, start: Snapshot) -> Engine:
+        servers.append(await VllmServer.start(start.location, ENGINE, config, index=place))
+        return await VllmEngine.connect(servers[-1].address, start, ENGINE, config, process=servers[-1])
+
+    async def play() -> None:
+        pool = await EnginePool.start(make, 1, snapshots[1], PATIENT)
+        try:
+            prompts = [prompt_of(seed) for seed in range(8)]
+            tasks = [
+                asyncio.ensure_future(answer(pool, prompt, seed=seed, max_tokens=200))
+                for seed, prompt in enumerate(prompts)
+            ]
+            for version in (2, 3):
+                while (await pool.health()).generated_tokens < 300 * (version - 1):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                await pool.load(snapshots[version])
+            if transport == "folder":
+                os.killpg(servers[0].process_id, signal.SIGKILL)
+            replies = await asyncio.gather(*tasks)
+            assert check_versions(models, list(zip(prompts, replies, strict=True))) == 8 * 200
+            assert all(stop_of(chunks) is GenerationStop.MAX_TOKENS for chunks in replies)
+            health = await pool.health()
+            print(f"{architecture} by {transport}: probe gap {health.probe_gap:.1e}, {health}")
+            assert health.version == 3
+            assert len(servers) == (2 if transport == "folder" else 1)
+            assert set(versions_of(await answer(pool, [1], seed=99))) == {3}
+        finally:
+            await pool.stop()
+        ours = {server.process_id for server in servers}
+        async with asyncio.timeout(60):
+            while {group for group, state in groups() if state != "Z"} & ours:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+    asyncio.run(asyncio.wait_for(play(), 1500))
+
+
+def test_bfloat16_needs_a_wider_tolerance(tmp_path: Path):
+    """Catches a probe that no bfloat16 server could pass, and prints the gap that docs/vllm.md states."""
+    snapshot = SnapshotStore(tmp_path).write(built("qwen3", 1), version=1, parent=None)
+    engine = replace(ENGINE, dtype="bfloat16", probe_tolerance=0.3)
+    config = VllmConfig(command=PYTHON, kv_cache_mb=64, connect_timeout_s=60.0, probe_timeout_s=300.0)
+
+    async def play() -> float:
+        server = await VllmServer.start(snapshot.location, engine, config)
+        connected = await VllmEngine.connect(server.address, snapshot, engine, config, process=server)
+        try:
+            return (await connected.health()).probe_gap
+        finally:
+            await connected.stop()
+
+    gap = asyncio.run(asyncio.wait_for(play(), 900))
+    print(f"bfloat16 against float32: probe gap {gap:.3f} nats")
+    assert 1e-4 < gap < 0.3

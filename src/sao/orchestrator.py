@@ -30,7 +30,7 @@ from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
 from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import Metric, last, merge
-from sao.pipeline.accounts import age_metrics, gap_metrics, rollout_metrics, token_ages
+from sao.pipeline.accounts import age_metrics, engine_metrics, gap_metrics, rollout_metrics, token_ages
 from sao.store.records import Published, TokenRecord, Trained
 from sao.store.run_folder import Manifest
 from sao.store.versions import VersionTree
@@ -209,26 +209,12 @@ class Orchestrator:
             "time/wait_for_batch": last(waited),
             "time/step": last(now - started),
             "time/clock": last(now - self._began),
-        }
-        metrics += [report.metrics, timing, self._intake.metrics(), await self._engine_metrics()]
-        self._parts.emit(self._step, self._version, "train", merge(metrics))
-
-    async def _engine_metrics(self) -> dict[str, Metric]:
-        health, before = await self._engine_health(), self._engine_before
-        cpu = {} if health.cpu_seconds is None else {"cpu/engine": last(health.cpu_seconds)}
-        return cpu | {
             "loop/version": last(self._version),
             "loop/worker_restarts": last(self._parts.worker_restarts()),
-            "engine/version": last(health.version),
-            "engine/running": last(health.running),
-            "engine/generated_tokens": last(health.generated_tokens - before.generated_tokens),
-            "engine/recomputed_tokens": last(health.recomputed_tokens - before.recomputed_tokens),
-            "engine/busy_seconds": last(health.busy_seconds - before.busy_seconds),
-            "engine/probe_gap": last(health.probe_gap),
-            "engine/update_seconds": last(health.update_seconds),
-            "engine/replicas": last(health.replicas),
-            "engine/taken_out": last(health.taken_out),
         }
+        engine = engine_metrics(await self._engine_health(), self._engine_before)
+        metrics += [report.metrics, timing, self._intake.metrics(), engine]
+        self._parts.emit(self._step, self._version, "train", merge(metrics))
 
     async def _engine_health(self) -> EngineHealth:
         async with self._limit(self._config.engine_timeout_s, "the engine's health"):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from sao.engines.protocol import EngineHealth
 from sao.observe.metrics import Metric, last
 from sao.store.versions import VersionTree
 from sao.types import FloatArray, Rollout
@@ -65,6 +66,22 @@ class Accounts:
 
 def _share(failed: deque[bool], *, least: int) -> float:
     return sum(failed) / len(failed) if len(failed) >= least else 0.0
+
+
+def engine_metrics(health: EngineHealth, before: EngineHealth) -> dict[str, Metric]:
+    """What the engine says of itself; its work since `before`, when training began."""
+    cpu = {} if health.cpu_seconds is None else {"cpu/engine": last(health.cpu_seconds)}
+    return cpu | {
+        "engine/version": last(health.version),
+        "engine/running": last(health.running),
+        "engine/generated_tokens": last(health.generated_tokens - before.generated_tokens),
+        "engine/recomputed_tokens": last(health.recomputed_tokens - before.recomputed_tokens),
+        "engine/busy_seconds": last(health.busy_seconds - before.busy_seconds),
+        "engine/probe_gap": last(health.probe_gap),
+        "engine/update_seconds": last(health.update_seconds),
+        "engine/replicas": last(health.replicas),
+        "engine/taken_out": last(health.taken_out),
+    }
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:

@@ -29,7 +29,7 @@ from sao.clock import Signal, WaitTimeoutError, limit
 from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
 from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
-from sao.observe.metrics import Metric, last, merge
+from sao.observe.metrics import last, merge
 from sao.pipeline.accounts import age_metrics, engine_metrics, gap_metrics, rollout_metrics, token_ages
 from sao.store.records import Published, TokenRecord, Trained
 from sao.store.run_folder import Manifest

@@ -206,11 +206,16 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """A checked configuration from nested tables. Raises ConfigError."""
     for override in overrides:
         apply_override(tree, override)
-    check_tree(tree, RunConfig, known=[name for name, _, _ in describe()])
+    check_tree(tree, RunConfig, known=_keys())
     try:
         return _adapter().validate_python(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(readable(problem) for problem in error.errors())) from error
+
+
+@functools.cache
+def _keys() -> tuple[str, ...]:
+    return tuple(name for name, _, _ in describe())
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Knows no section of the configuration but by its name among the waits that may b
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import textwrap
@@ -88,7 +89,7 @@ def check_tree(tree: Any, declared: Any, prefix: str = "", *, known: Sequence[st
         return
     if not isinstance(tree, dict):
         return
-    hints = typing.get_type_hints(declared)
+    hints = type_hints(declared)
     for key, value in tree.items():
         if key not in hints:
             raise ConfigError(f"unknown key {prefix}{key}{_nearest(key, hints, prefix, known)}")
@@ -125,6 +126,12 @@ def _nearest(key: str, hints: dict[str, Any], prefix: str, known: Sequence[str])
         return f"; did you mean {prefix}{close[0]}?"
     everywhere = [name for name in known if name.rpartition(".")[2] == key]
     return f"; did you mean {everywhere[0]}?" if everywhere else f"; known here: {', '.join(hints)}"
+
+
+@functools.cache
+def type_hints(declared: type) -> dict[str, Any]:
+    """Types of the fields; resolving them is slow."""
+    return typing.get_type_hints(declared)
 
 
 def dataclass_of(declared: Any) -> Any:

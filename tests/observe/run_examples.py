@@ -49,6 +49,7 @@ def train_row(step: int, generator: np.random.Generator, *, critic: bool = True)
     row |= {"actor/masked_low_share": 0.004 + abs(noise(0, 0.001)), "actor/masked_high_share": 0.0005}
     row |= {"actor/ratio_p01": 0.8, "actor/ratio_p50": 1.0, "actor/ratio_p99": 1.3, "actor/ratio_max": 5.0}
     row |= {"actor/skipped": 0.0, "loop/trained": BATCH * step, "engine/generated_tokens": 30 * step}
+    row |= {"engine/gap_same_mean": 3e-7, "engine/gap_older_mean": 2e-3}
     row |= {"time/clock": 1.5 * step, "time/wait_for_batch": 0.3, "time/step": 1.2, "engine/busy_seconds": 1.4 * step}
     row |= {"cpu/trainer": 2.0 * step, "memory/trainer_mb": 900.0}
     if critic:

@@ -172,6 +172,7 @@ def describe_fields(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
         yield from describe_fields(default if dataclasses.is_dataclass(default) else inner(), f"{prefix}{name}.")
 
 
+@functools.cache
 def field_docstrings(declared: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, or of the one it extends; "" where it has none."""
     base = declared.__base__

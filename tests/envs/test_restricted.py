@@ -1,5 +1,6 @@
 """The restricted tool: what it computes, and what it refuses."""
 
+import ast
 import math
 
 import pytest
@@ -237,3 +238,18 @@ def test_functions_by_both_names() -> None:
 def test_code_is_limited_in_length() -> None:
     """Would catch a parser fed with megabytes."""
     assert not RestrictedTool().run("1" + " " * MAX_CODE).ok
+
+
+def test_a_parse_that_another_thread_disturbed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches right code that is called wrong, or an error of the interpreter that ends the rollout."""
+    parse, calls = ast.parse, []
+
+    def disturbed(code: str) -> ast.Module:
+        calls.append(code)
+        if len(calls) == 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=201, after=253)")
+        return parse(code)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert RestrictedTool().run("print(6 * 7)").output.strip() == "42"
+    assert len(calls) == 2

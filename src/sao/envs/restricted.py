@@ -14,6 +14,8 @@ from sao.envs.protocol import ToolResult
 
 MAX_CODE = 4000
 """Characters of one call."""
+PARSES = 3
+"""Tries to parse one call."""
 MAX_DIGITS = 1000
 """Digits of an integer; more is an error, so that 9**9**9 costs nothing."""
 MAX_STEPS = 2000
@@ -193,10 +195,15 @@ class _Evaluation:
 def _parse(code: str) -> ast.Module:
     if len(code) > MAX_CODE:
         raise _RefusedError("too long")
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _RefusedError("syntax") from error
+    for _ in range(PARSES):
+        try:
+            return ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise _RefusedError("syntax") from error
+        except SystemError:
+            # Python before 3.11.8: parses that overlap in two threads miscount each other's depth (gh-106905).
+            continue
+    raise _RefusedError("syntax")
 
 
 def _binary(operation: ast.operator, left: Value, right: Value) -> Value:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sao.clock import (
     RealClock,
     Signal,
+    Tasks,
     VirtualClock,
     WaitTimeoutError,
     gather_or_cancel,
@@ -320,3 +321,28 @@ def test_gathering_cancels_the_rest_at_the_first_failure() -> None:
     with pytest.raises(ValueError, match="broken"):
         run_virtual(run())
     assert ended == ["at 1"]
+
+
+def test_tasks_are_held_until_they_end_or_are_stopped() -> None:
+    """Catches a background task that is collected in mid-work, and an owner that leaves its tasks running."""
+    ends: list[str] = []
+
+    async def work(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+            ends.append(f"{name} ended")
+        except asyncio.CancelledError:
+            ends.append(f"{name} cancelled")
+            raise
+
+    async def main() -> None:
+        tasks = Tasks()
+        await tasks.spawn(work("short", 1.0))
+        long = tasks.spawn(work("long", 100.0))
+        await asyncio.sleep(1.0)
+        await tasks.stop()
+        assert long.cancelled()
+        await tasks.stop()
+
+    run_virtual(main())
+    assert ends == ["short ended", "long cancelled"]

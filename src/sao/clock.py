@@ -202,6 +202,27 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+class Tasks:
+    """What runs beside its owner: held until it ends, so that it is not collected, or until `stop` cancels it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start `work` on the running loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel all, and return when they have ended, however they end."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
 async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
     """Await all; at the first failure cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]

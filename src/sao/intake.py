@@ -255,15 +255,7 @@ class Intake:
     def _settle_failure(self, member: Member, rollout: Rollout) -> None:
         self.accounts.add("infrastructure_failures")
         again = self._admission.retry(member)
-        self._log.append(
-            AttemptEnded(
-                rollout_id=member.rollout_id,
-                failure=rollout.failure,
-                failure_text=rollout.failure_text,
-                retried=again is not None,
-                rollout=rollout,
-            )
-        )
+        self._log.append(_attempt_ended(member.rollout_id, rollout, retried=again is not None))
         _check_failures(self.accounts, self._config, rollout)
         if again is not None:
             self.accounts.add("retried")
@@ -290,6 +282,16 @@ class Intake:
     def _drop(self, rollout_id: str, reason: str) -> None:
         self._log.append(Dropped(rollout_id=rollout_id, reason=reason))
         self.accounts.add("dropped")
+
+
+def _attempt_ended(rollout_id: str, rollout: Rollout, *, retried: bool) -> AttemptEnded:
+    return AttemptEnded(
+        rollout_id=rollout_id,
+        failure=rollout.failure,
+        failure_text=rollout.failure_text,
+        retried=retried,
+        rollout=rollout,
+    )
 
 
 def _check_failures(accounts: Accounts, config: LoopConfig, latest: Rollout) -> None:
@@ -333,15 +335,7 @@ async def play_all(
                 log.append(Finished(rollout=rollout, position=position + accounts.counts()["finished"]))
                 accounts.add("finished")
                 return rollout
-            log.append(
-                AttemptEnded(
-                    rollout_id=rollout.id,
-                    failure=rollout.failure,
-                    failure_text=rollout.failure_text,
-                    retried=again,
-                    rollout=rollout,
-                )
-            )
+            log.append(_attempt_ended(rollout.id, rollout, retried=again))
             _check_failures(accounts, config, rollout)
             if not again:
                 return rollout

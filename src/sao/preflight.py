@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -81,7 +81,9 @@ def _run(check: Callable[[RunConfig, Path], Iterator[Finding]], config: RunConfi
         return [Finding(good=False, text=str(error))]
 
 
+@lru_cache(maxsize=1)
 def _renderer(config: RunConfig, scratch: Path) -> ChatRenderer:
+    """Read once for all checks, which share `scratch`."""
     return make_renderer(config, prepare_tokenizer(config, scratch / "tokenizer"))
 
 
@@ -102,7 +104,7 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
             yield Finding(good=True, text=f"model: {file}")
         return
     vocabulary = _renderer(config, scratch).vocab_size
-    backbone = _backbone(config, vocabulary)
+    backbone = _backbone(config, scratch)
     text = backbone.config.get_text_config()
     devices = f"trainer on {find_device(config.model.device)}, engine on {find_device(config.engine.device)}"
     yield Finding(good=True, text=f"model: {type(backbone).__name__}, {_parameters(backbone):,} parameters, {devices}")
@@ -121,9 +123,10 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         yield Finding(good=True, text=f"critic: attention is frozen, {critic.frozen_share:.0%} of its parameters")
 
 
-def _backbone(config: RunConfig, vocabulary: int) -> PreTrainedModel:
-    """The model without weights and without its head."""
-    hub_config = build_config(config.model, vocabulary)
+@lru_cache(maxsize=1)
+def _backbone(config: RunConfig, scratch: Path) -> PreTrainedModel:
+    """The model without weights and without its head; built once for all checks."""
+    hub_config = build_config(config.model, _renderer(config, scratch).vocab_size)
     if config.model.path:
         try:
             hub_config = AutoConfig.from_pretrained(config.model.path)
@@ -304,7 +307,7 @@ def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
         weights = (Path(config.model.path) / config.model.gguf_file).stat().st_size  # half a byte each, or more
         parameters = 2 * weights
     else:
-        parameters = _parameters(_backbone(config, _renderer(config, scratch).vocab_size))
+        parameters = _parameters(_backbone(config, scratch))
     needed = parameters * BYTES_PER_PARAMETER + LOG_BYTES
     text = f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints, snapshots and the log need about"
     yield Finding(good=free > needed, text=f"{text} {needed / 1e9:.1f}")

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from sao.clock import Tasks
 from sao.engines.client import SOCKET, JsonLines
 from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
+from sao.store.records import snapshot_from
 from sao.types import Snapshot, TokenChunk
 
 Deliver = Callable[[TokenChunk | EngineError | ValueError], None]
@@ -47,12 +49,6 @@ class Submits(Protocol):
         ...
 
 
-def snapshot_from(fields: dict[str, Any]) -> Snapshot:
-    """A snapshot from its JSON fields."""
-    probe: dict[str, Any] = {name: tuple(fields[name]) for name in ("probe_token_ids", "probe_logprobs")}
-    return Snapshot(**{**fields, **probe})
-
-
 class EngineServer:
     """One connection of a client to an engine; `own_process`: nothing else runs in this process."""
 
@@ -63,7 +59,7 @@ class EngineServer:
         self._generations: dict[int, Any] = {}
         self._sessions: set[str] = set()
         self._outbox: list[list[Any]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def _received(self, message: dict[str, Any]) -> None:
         match message["op"]:
@@ -73,14 +69,14 @@ class EngineServer:
                 if message["id"] in self._generations:
                     self._engine.abandon(self._generations[message["id"]])
             case "cancel":
-                self._spawn(self._engine.cancel(message["session"]))
+                self._tasks.spawn(self._engine.cancel(message["session"]))
             case "close":
                 self._sessions.discard(message["session"])
                 self._engine.forget(message["session"])
             case "load":
-                self._spawn(self._load(message["id"], message["snapshot"]))
+                self._tasks.spawn(self._load(message["id"], message["snapshot"]))
             case "health":
-                self._spawn(self._health(message["id"]))
+                self._tasks.spawn(self._health(message["id"]))
             case unknown:
                 raise AssertionError(f"client and server are of one release, but {unknown!r} is not known")
 
@@ -147,18 +143,13 @@ class EngineServer:
         for session in self._sessions:
             self._engine.forget(session)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 class _Streamed:
     """An Engine's streams as callbacks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.cancel, self.load, self.health = engine.cancel, engine.load, engine.health
 
     def submit(
@@ -178,29 +169,20 @@ class _Streamed:
                 if isinstance(stream, AsyncGenerator):
                     await stream.aclose()
 
-        return self._spawn(play())
+        return self._tasks.spawn(play())
 
     def abandon(self, generation: asyncio.Task[None]) -> None:
         generation.cancel()
 
     def forget(self, session: str) -> None:
-        self._spawn(self._close(session))
+        self._tasks.spawn(self._close(session))
 
     async def stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     async def _close(self, session: str) -> None:
         with suppress(EngineError):
             await self._engine.close(session)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class EngineGate:

@@ -1,17 +1,17 @@
 """The embedded engine: one transformer, many sessions, continuous batching, weights replaced between decode steps."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sao.clock import Clock
+from sao.clock import Clock, Tasks
 from sao.engines.decoder import Decoder, Delivery, Generation
-from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
 from sao.engines.settings import EngineConfig, EngineCost
 from sao.models.load import DTYPES, find_device, load_folder, read_weights
 from sao.types import GenerationStop, Snapshot, TokenChunk
@@ -66,7 +66,7 @@ class LocalEngine:
         self._closing: list[str] = []
         self._loads: list[tuple[Snapshot, asyncio.Future[None]]] = []
         self._swap: _Swap | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._stepper: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._failure = ""
@@ -98,7 +98,13 @@ class LocalEngine:
     ) -> Generation:
         """What `generate` does, with chunks (or the error that ends them) handed to a callback. Raises like it."""
         self._check_alive()
-        generation = Generation(session, self._checked(token_ids, max_tokens, sampling), max_tokens, sampling, deliver)
+        generation = Generation(
+            session,
+            checked_tokens(token_ids, max_tokens, sampling, self._decoder.vocab_size),
+            max_tokens,
+            sampling,
+            deliver,
+        )
         former = self._active.get(session)
         if former is not None and not former.cancelled:
             raise ValueError(f"session {session!r} has a generation under way; a session has one at a time")
@@ -155,7 +161,7 @@ class LocalEngine:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loads.append((snapshot, done))
         if len(self._loads) == 1:
-            self._spawn(self._load_pending())
+            self._tasks.spawn(self._load_pending())
         await done
 
     async def health(self) -> EngineHealth:
@@ -173,25 +179,7 @@ class LocalEngine:
     async def stop(self) -> None:
         """See Engine."""
         self._fail("the engine was stopped")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> np.ndarray:
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        if tokens.ndim != 1 or not len(tokens):
-            raise ValueError("token_ids is empty; a model needs at least one token to go on from")
-        if tokens.min() < 0 or tokens.max() >= self._decoder.vocab_size:
-            bad = int(tokens[(tokens < 0) | (tokens >= self._decoder.vocab_size)][0])
-            raise ValueError(f"token id {bad} is not in the model's vocabulary of {self._decoder.vocab_size}")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ValueError(
-                f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]"
-            )
-        return tokens
+        await self._tasks.stop()
 
     def _check_alive(self) -> None:
         if self._failure:
@@ -200,13 +188,7 @@ class LocalEngine:
     def _notify(self) -> None:
         self._wake.set()
         if self._stepper is None:
-            self._stepper = self._spawn(self._run())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            self._stepper = self._tasks.spawn(self._run())
 
     async def _run(self) -> None:
         """Step while there is work; takes requests between steps, gives chunks, is woken by every request."""

@@ -13,12 +13,11 @@ A replica is taken out when it fails, when no token of it came for too long, or 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from sao.clock import Signal, WaitTimeoutError, limit
+from sao.clock import Signal, Tasks, WaitTimeoutError, limit
 from sao.engines.gate import EngineGate
 from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
 from sao.types import GenerationStop, Snapshot, TokenChunk
@@ -89,7 +88,7 @@ class EnginePool:
         self._past: list[EngineHealth] = []
         self._taken_out = 0
         self._changed = Signal()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._gate: EngineGate | None = None
         self._stopped = False
 
@@ -110,7 +109,7 @@ class EnginePool:
             await pool.stop()
             raise failed
         pool._gate = await EngineGate.open(pool)
-        pool._spawn(pool._watch())
+        pool._tasks.spawn(pool._watch())
         return pool
 
     @property
@@ -224,10 +223,7 @@ class EnginePool:
         self._changed.notify()
         if self._gate is not None:
             await self._gate.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         await asyncio.gather(*(replica.engine.stop() for replica in replicas), return_exceptions=True)
 
     async def _from_replica(
@@ -346,7 +342,7 @@ class EnginePool:
         replica.lost.set()
         for session in replica.sessions:
             self._places.pop(session, None)
-        self._spawn(self._replace(replica))
+        self._tasks.spawn(self._replace(replica))
 
     async def _replace(self, former: _Replica) -> None:
         """Stop a replica and put another in its place, with the newest weights."""
@@ -376,8 +372,3 @@ class EnginePool:
         self._empty[place] = reason
         _LOG.error("engine replica %d is given up: %s", place, reason)
         self._changed.notify()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -4,6 +4,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sao.types import Snapshot, TokenChunk
 
 
@@ -92,6 +95,21 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Release everything; generations under way end with EngineError. Safe to call twice."""
         ...
+
+
+def checked_tokens(token_ids: Sequence[int], max_tokens: int, sampling: Sampling, vocab_size: int) -> NDArray[np.int64]:
+    """The tokens (T,) of a request to `generate`. Raises ValueError for what the model or the sampling cannot take."""
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    if tokens.ndim != 1 or not len(tokens):
+        raise ValueError("token_ids is empty; a model needs at least one token to go on from")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
+        raise ValueError(f"token id {bad} is not in the model's vocabulary of {vocab_size}")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+        raise ValueError(f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]")
+    return tokens
 
 
 async def complete(

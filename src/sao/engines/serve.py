@@ -18,10 +18,11 @@ import torch
 
 from sao.clock import RealClock
 from sao.engines.client import ERROR, READY, SETTINGS, SOCKET
-from sao.engines.gate import EngineServer, snapshot_from
+from sao.engines.gate import EngineServer
 from sao.engines.local import LocalEngine
 from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
+from sao.store.records import snapshot_from
 
 
 async def _serve(folder: Path) -> None:

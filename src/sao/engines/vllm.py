@@ -11,14 +11,14 @@ not the rebuilding of their caches, and lets them go on before the probe has pas
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 
-from sao.clock import Signal
-from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.clock import Signal, Tasks
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
 from sao.engines.sampling import splitmix64
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
@@ -83,7 +83,7 @@ class VllmEngine:
         self._measured: np.ndarray | None = None
         self._expected: np.ndarray | None = None
         self._generations: dict[str, _Generation] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._generated = self._recomputed = 0
         self._busy_seconds, self._busy_since = 0.0, 0.0
         self._probe_gap = self.update_seconds = 0.0
@@ -132,7 +132,7 @@ class VllmEngine:
         if not self._generations:
             self._busy_since = time.monotonic()
         self._generations[session] = generation
-        self._spawn(self._play(generation))
+        self._tasks.spawn(self._play(generation))
         try:
             while True:
                 chunk = await generation.chunks.get()
@@ -195,10 +195,7 @@ class VllmEngine:
         """See Engine."""
         self._stopped = True
         self._unprove("the engine was stopped")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.stop()
         await self._transport.close()
         await self._server.close()
         if self._process is not None:
@@ -209,18 +206,7 @@ class VllmEngine:
             raise EngineError(self._failure)
 
     def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> _Generation:
-        prompt = [int(token) for token in token_ids]
-        if not prompt:
-            raise ValueError("token_ids is empty; a model needs at least one token to go on from")
-        bad = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is not in the model's vocabulary of {self._vocab_size}")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ValueError(
-                f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]"
-            )
+        prompt: list[int] = checked_tokens(token_ids, max_tokens, sampling, self._vocab_size).tolist()
         room = max(self._config.max_context - len(prompt), 0)
         return _Generation(prompt, min(max_tokens, room), room < max_tokens, sampling)
 
@@ -366,8 +352,3 @@ class VllmEngine:
             if generation.request is not None:
                 generation.request.cancel()
         self._changed.notify()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

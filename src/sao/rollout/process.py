@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sao.clock import Clock, Signal, limit
+from sao.clock import Clock, Signal, Tasks, limit
 from sao.rollout.serve import BEAT_S, MakeParts, Stream
 from sao.rollout.worker import Purpose, RolloutConfig, describe, rollout_id
 from sao.types import FailureKind, Rollout, StopReason, Task, Timings
@@ -92,7 +92,7 @@ class ProcessWorkers:
         self._restarts = 0
         self._restarted: deque[float] = deque()
         self._changed = Signal()
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers = Tasks()
         self._starting = 0
         self._stopped = False
         self._last_death = "they were not started"
@@ -141,9 +141,7 @@ class ProcessWorkers:
         """End all episodes and processes; kills those that outlast the limit. Safe to call twice."""
         self._stopped = True
         self._last_death = "they were stopped"
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._watchers.stop()
         children, self._children = self._children, []
         await asyncio.gather(*(child.stop(self._config.stop_timeout_s) for child in children))
         self._changed.notify()
@@ -151,9 +149,7 @@ class ProcessWorkers:
     async def _start_child(self) -> None:
         child = await _Child.start(self._setup, self._config.start_timeout_s)
         self._children.append(child)
-        watcher = asyncio.create_task(self._watch(child))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        self._watchers.spawn(self._watch(child))
         self._changed.notify()
 
     async def _watch(self, child: "_Child") -> None:

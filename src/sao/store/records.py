@@ -253,9 +253,14 @@ def _dropped(fields: Mapping[str, Any], _: Mapping[str, Array]) -> Dropped:
     return Dropped(**fields)
 
 
-def _published(fields: Mapping[str, Any], _: Mapping[str, Array]) -> Published:
+def snapshot_from(fields: Mapping[str, Any]) -> Snapshot:
+    """A snapshot from its JSON fields."""
     probe = {name: tuple(fields[name]) for name in ("probe_token_ids", "probe_logprobs")}
-    return Published(snapshot=Snapshot(**_with(fields, **probe)))
+    return Snapshot(**_with(fields, **probe))
+
+
+def _published(fields: Mapping[str, Any], _: Mapping[str, Array]) -> Published:
+    return Published(snapshot=snapshot_from(fields))
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Array]], Record]] = {

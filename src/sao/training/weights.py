@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from sao.models.load import read_weights, save_model
 from sao.pipeline.packing import pack
+from sao.store.files import checksum
 from sao.training.parallel import ONE_RANK, OneRank
 from sao.training.protocol import TrainerError
 from sao.types import BoolArray, IntArray, Snapshot
@@ -29,14 +30,10 @@ _FOLDER_NAME = re.compile(r"v(\d{8})")
 
 def file_checksum(path: Path) -> str:
     """CRC32C of a file, as `crc32c:` and eight hexadecimal digits. Raises ValueError if it cannot be read."""
-    checksum = google_crc32c.Checksum()
     try:
-        with path.open("rb") as file:
-            for block in iter(lambda: file.read(1 << 22), b""):
-                checksum.update(block)
+        return checksum(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error}); the folder is not whole") from error
-    return f"crc32c:{int.from_bytes(checksum.digest(), 'big'):08x}"
 
 
 def folder_checksum(folder: Path) -> str:

@@ -13,7 +13,7 @@
           |         |                  |
           +---------+ places free      +--> deliver: newest weights to the engine, rollouts in flight
                                        +--> evaluate: pinned weights, on an engine of its own
-    supervise: asks engine after its health; bounds failures        tidy: keeps the collector still
+    supervise: asks engine after its health; bounds failures    collect_garbage: rarely
 
 Only train is finite; its end, or a failure that cannot be repaired, unwinds the rest.
 """
@@ -31,7 +31,7 @@ from sao.intake import Intake
 from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
 from sao.observe.metrics import last, merge
 from sao.pipeline.accounts import age_metrics, engine_metrics, gap_metrics, rollout_metrics, token_ages
-from sao.store.records import Published, TokenRecord, Trained
+from sao.store.records import Published, Trained
 from sao.store.run_folder import Manifest
 from sao.store.versions import VersionTree
 from sao.training.protocol import StepReport
@@ -107,7 +107,14 @@ class Orchestrator:
             await self._publish_start()
             self._began, self._engine_before = self._clock.now(), await self._engine_health()
             rollout_side = (intake.feed, intake.collect, intake.watch_players)
-            coroutines = (*rollout_side, self.assemble, self.deliver, self.evaluate, self.supervise, self.tidy)
+            coroutines = (
+                *rollout_side,
+                self.assemble,
+                self.deliver,
+                self.evaluate,
+                self.supervise,
+                self.collect_garbage,
+            )
             loops += [asyncio.create_task(loop(), name=loop.__name__) for loop in coroutines]
             train = asyncio.create_task(self.train(), name="train")
             loops.append(train)  # type: ignore[arg-type]
@@ -323,7 +330,7 @@ class Orchestrator:
         if not self._clock.virtual:
             await self._engine_health()
 
-    async def tidy(self) -> None:
+    async def collect_garbage(self) -> None:
         """Takes nothing; gives memory back: a garbage collection every ten minutes, and none in between.
 
         Left to itself Python looks through the million objects of 10,000 rollouts every few seconds, which stops the
@@ -369,17 +376,8 @@ class Orchestrator:
 
 
 def _trained(batch: Batch, report: StepReport, *, version: int, parent: int) -> Trained:
-    tokens = tuple(
-        tuple(
-            TokenRecord(
-                actor_logprobs=part.actor_logprobs, values=part.values, advantages=part.advantages, returns=part.returns
-            )
-            for part in parts
-        )
-        for parts in report.tokens
-    )
     ids = tuple(rollout.id for rollout in batch.rollouts)
-    return Trained(step=batch.step, version=version, parent=parent, rollout_ids=ids, tokens=tokens)
+    return Trained(step=batch.step, version=version, parent=parent, rollout_ids=ids, tokens=report.tokens)
 
 
 async def _first_failure_or(goal: "asyncio.Future[Any]", loops: list[asyncio.Task[None]]) -> None:

@@ -158,7 +158,8 @@ def check_settled(old: RunConfig, new: RunConfig, folder: RunFolder) -> None:
         "value_pretraining": committed,
     }
     # These are read whenever the weights are.
-    alike = replace(new, model=replace(new.model, dtype=old.model.dtype, attention=old.model.attention))
+    kept = {name: getattr(old.model, name) for name in ("dtype", "attention", "device")}
+    alike = replace(new, model=replace(new.model, **kept))
     for name in settled:
         if settled[name] and getattr(old, name) != getattr(alike, name):
             raise ValueError(

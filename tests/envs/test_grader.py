@@ -14,7 +14,7 @@ from processes import gone
 from pydantic import TypeAdapter
 
 from sao.envs import grader_worker
-from sao.envs.grader import GraderConfig, MathGrader, _hopeless
+from sao.envs.grader import GraderConfig, MathGrader, _cannot_match
 from sao.envs.protocol import Grade, WorldError
 from sao.types import Task
 
@@ -100,7 +100,7 @@ def test_forms_of_an_answer(gold: str, answer: str, reward: float, grader: MathG
         "\ud800",
     ],
 )
-def test_hopeless_answers_are_wrong_at_once(answer: str, grader: MathGrader) -> None:
+def test_cannot_match_answers_are_wrong_at_once(answer: str, grader: MathGrader) -> None:
     """Catches an answer that holds up the pool or fails it, when plainly it is not the gold one."""
     started = time.monotonic()
     assert grader.grade(task("\\frac{1}{2}"), answer).reward == 0.0
@@ -112,14 +112,14 @@ def test_brackets_without_end_do_not_hold_up_the_pool(answer: str) -> None:
     """Catches a policy that occupies a grader for 20 s with a line of brackets, and escapes its reward by that."""
     unstarted = MathGrader()
     assert unstarted.grade(task("42"), answer) == Grade(reward=0.0, method="unparsed")
-    assert _hopeless("42", answer)
-    assert not _hopeless(answer, answer), "unless the gold answer is like it"
+    assert _cannot_match("42", answer)
+    assert not _cannot_match(answer, answer), "unless the gold answer is like it"
 
 
 @pytest.mark.parametrize("answer", ["[0, 1)", "]0, 1[", "42)", "((1+2)*(3+(4)))", "\\frac{1}{1+" * 12 + "x" + "}" * 12])
 def test_ordinary_brackets_are_graded(answer: str) -> None:
     """Catches half-open intervals, a bracket too many and continued fractions given up unread."""
-    assert not _hopeless("42", answer)
+    assert not _cannot_match("42", answer)
 
 
 def test_a_large_gold_answer_is_still_graded(grader: MathGrader) -> None:

@@ -333,7 +333,7 @@ def test_policy_gradient_by_hand():
             logprob = torch.log_softmax(logits[place - 1], -1)[sequence.token_ids[place]]
             ratio = float(logprob.detach().exp()) / math.exp(sequence.rollout_logprobs[place])
             if 0.5 < ratio < 2.0:
-                loss = loss - ratio * step.goals.advantages[row, place] * logprob / count
+                loss = loss - ratio * step.targets.advantages[row, place] * logprob / count
     loss.backward()
     for name, gradient in gradients(core.actor).items():
         assert torch.allclose(found[name], gradient, atol=1e-6, rtol=1e-3), name
@@ -346,13 +346,13 @@ def test_value_gradient_by_hand():
     core.begin(BATCH)
     step = core._begun()
     assert core._critic_pass(step) == pytest.approx(
-        0.5 * float(step.goals.returns.square().sum()) / step.action_mask.sum()
+        0.5 * float(step.targets.returns.square().sum()) / step.action_mask.sum()
     )
     (micro,) = pack(step.arrays.sequences, 10**6, places=step.arrays.places)
     found = gradients(core.critic)
     core.critic.zero_grad()
     values = core.critic(*forward_inputs(micro, CPU), to_tensor(micro.predictor_index, CPU))
-    (0.5 * (values - step.goals.returns[micro.row, micro.column]).square().mean()).backward()
+    (0.5 * (values - step.targets.returns[micro.row, micro.column]).square().mean()).backward()
     for name, gradient in gradients(core.critic).items():
         assert torch.allclose(found[name], gradient, atol=1e-6), name
 

@@ -69,10 +69,12 @@ class EngineClient:
     forgets the sessions of a client that hangs up.
     """
 
-    def __init__(self, path: str | Path, *, reply_timeout_s: float = 120.0, epitaph: Callable[[], str] = str) -> None:
+    def __init__(
+        self, path: str | Path, *, reply_timeout_s: float = 120.0, describe_exit: Callable[[], str] = str
+    ) -> None:
         self._path = str(path)
         self._reply_timeout_s = reply_timeout_s
-        self._epitaph = epitaph
+        self._describe_exit = describe_exit
         self._lines: JsonLines | None = None
         self._connecting = asyncio.Lock()
         self._ids = itertools.count()
@@ -145,7 +147,9 @@ class EngineClient:
                         lambda: JsonLines(self._received, self._lost), self._path
                     )
                 except OSError as error:
-                    raise EngineError(f"cannot reach the engine at {self._path}: {error} {self._epitaph()}") from error
+                    raise EngineError(
+                        f"cannot reach the engine at {self._path}: {error} {self._describe_exit()}"
+                    ) from error
             return self._lines
 
     async def _call(self, waiting_for: str, message: dict[str, Any]) -> Any:
@@ -184,7 +188,7 @@ class EngineClient:
             self._replies[number].set_result(message["result"])
 
     def _lost(self) -> None:
-        self._fail(f"the connection to the engine at {self._path} broke {self._epitaph()}".strip())
+        self._fail(f"the connection to the engine at {self._path} broke {self._describe_exit()}".strip())
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -33,7 +33,9 @@ class ProcessEngine:
         self._folder = folder
         self._stopped = False
         self.address = str(folder / SOCKET)
-        self._client = EngineClient(self.address, reply_timeout_s=config.load_timeout_s, epitaph=self._epitaph)
+        self._client = EngineClient(
+            self.address, reply_timeout_s=config.load_timeout_s, describe_exit=self._describe_exit
+        )
 
     @classmethod
     async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None) -> "ProcessEngine":
@@ -95,15 +97,15 @@ class ProcessEngine:
         deadline = time.monotonic() + timeout_s
         while not (self._folder / READY).exists():
             if self._process.poll() is not None:
-                raise EngineError(f"the engine process did not start {self._epitaph()}")
+                raise EngineError(f"the engine process did not start {self._describe_exit()}")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the engine process was not ready within engine.start_timeout_s = {timeout_s:g} s"
-                    f" {self._epitaph()}"
+                    f" {self._describe_exit()}"
                 )
             await asyncio.sleep(0.02)
 
-    def _epitaph(self) -> str:
+    def _describe_exit(self) -> str:
         """What is known of the child's end: its exit code and its last words."""
         with suppress(subprocess.TimeoutExpired):
             # The socket breaks an instant before the process is gone.

@@ -72,7 +72,7 @@ class MathGrader:
         if as_number(answer) is not None and as_number(task.answer) is not None:
             return Grade(reward=0.0, method="exact")
         gold, given = normalise(task.answer), normalise(answer)
-        if not given or _hopeless(gold, given):
+        if not given or _cannot_match(gold, given):
             return Grade(reward=0.0, method="unparsed")
         verdict = self._compare(gold, given)
         return Grade(
@@ -129,7 +129,7 @@ class MathGrader:
         try:
             worker.wait_until_ready(self.config.start_timeout_s)
         except (OSError, EOFError, ValueError) as error:
-            reason = worker.complaint() if not isinstance(error, TimeoutError) else "not ready in time"
+            reason = worker.failure_reason() if not isinstance(error, TimeoutError) else "not ready in time"
             self._discard(worker)
             raise WorldError(f"a grading process did not start: {reason}") from error
         return worker
@@ -179,7 +179,7 @@ class _Worker:
         reply, _ = receive_frame(self.stream, _LARGEST_FRAME)
         return str(reply["verdict"])
 
-    def complaint(self) -> str:
+    def failure_reason(self) -> str:
         """Last line of what the process wrote before it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
@@ -188,7 +188,7 @@ class _Worker:
         return lines[-1] if lines else f"exit code {self.process.poll()}"
 
 
-def _hopeless(gold: str, answer: str) -> bool:
+def _cannot_match(gold: str, answer: str) -> bool:
     """Whether an answer is too long or too large to be the gold one, and would only hold up the pool."""
     too_long = len(answer) > max(_LONGEST_ANSWER, 3 * len(gold))
     oversized = _OVERSIZED.search(answer) is not None and _OVERSIZED.search(gold) is None

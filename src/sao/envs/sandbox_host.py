@@ -77,14 +77,14 @@ class Agent:
         """One request and its reply. Raises OSError, EOFError or ValueError when the agent is gone or silent."""
         self.control.settimeout(timeout_s)
         send_frame(self.control, dict(header), payload)
-        return self.hear(timeout_s)
+        return self.receive(timeout_s)
 
-    def hear(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+    def receive(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """The next frame."""
         self.control.settimeout(timeout_s)
         return receive_frame(self.stream, self.largest)
 
-    def complaint(self) -> str:
+    def failure_reason(self) -> str:
         """Last line of what it wrote to standard error before it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
@@ -212,10 +212,10 @@ def _launch(
     grace_s = 0.0 if limits["isolated"] else 5.0
     agent = Agent(process, ours, errors, largest=4 * config.files_mb * _MIB, grace_s=grace_s)
     try:
-        agent.hear(config.start_timeout_s)
+        agent.receive(config.start_timeout_s)
     except (OSError, EOFError, ValueError) as error:
         late = isinstance(error, TimeoutError)
-        reason = f"not ready after {config.start_timeout_s:g} s" if late else agent.complaint()
+        reason = f"not ready after {config.start_timeout_s:g} s" if late else agent.failure_reason()
         agent.end()
         raise WorldError(name + reason) from error
     return agent

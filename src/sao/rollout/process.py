@@ -158,7 +158,7 @@ class ProcessWorkers:
         self._children.remove(child)
         self._starting += 1  # before anything is waited for, so that nobody takes the gap for the end
         try:
-            self._last_death = await child.bury()
+            self._last_death = await child.reap()
             while not self._stopped and self._may_restart():
                 self._on_restart(f"{self._last_death}; it is replaced")
                 try:
@@ -237,10 +237,10 @@ class _Child:
             if trouble:
                 raise WorkerStartError(f"rollout process {process.pid} could not build its parts: {trouble}")
         except (EOFError, TimeoutError) as error:
-            told = await child.bury()
+            told = await child.reap()
             raise WorkerStartError(str(error) if isinstance(error, TimeoutError) else told) from error
         except BaseException:
-            await child.bury()
+            await child.reap()
             raise
         return child
 
@@ -299,7 +299,7 @@ class _Child:
         except Exception as error:  # unpickling raises many kinds, and nobody else would end the process
             self._fault = f"sent what is no rollout: {describe(error)}"
 
-    async def bury(self) -> str:
+    async def reap(self) -> str:
         """End the process for certain and fail its episodes; returns what became of it."""
         try:
             if not self._fault:
@@ -321,7 +321,7 @@ class _Child:
         """Ask the process to end its episodes and go; kill it after `timeout_s`."""
         self._stream.end()
         await self._ended(timeout_s)
-        await self.bury()
+        await self.reap()
 
     async def _ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -27,11 +27,11 @@ class LogWriteError(RuntimeError):
 class Receipt:
     """A promise that a record, and all before it, will be on the disk."""
 
-    __slots__ = ("_future", "_hurry")
+    __slots__ = ("_future", "_write_now")
 
-    def __init__(self, future: "Future[None]", hurry: Callable[[], None]) -> None:
+    def __init__(self, future: "Future[None]", write_now: Callable[[], None]) -> None:
         self._future = future
-        self._hurry = hurry
+        self._write_now = write_now
 
     @property
     def done(self) -> bool:
@@ -43,12 +43,12 @@ class Receipt:
         if self._future.done():
             self._future.result()
         else:
-            self._hurry()
+            self._write_now()
             await asyncio.wrap_future(self._future)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """As `durable`, blocking. Raises LogWriteError, or TimeoutError."""
-        self._hurry()
+        self._write_now()
         self._future.result(timeout_s)
 
 
@@ -71,7 +71,7 @@ class RolloutLogWriter:
         self._urgent = False
         self._closing = False
         self._error: BaseException | None = None
-        self._last = Receipt(_fulfilled(), self._hurry)
+        self._last = Receipt(_fulfilled(), self._write_now)
         self._thread: threading.Thread | None = None
         if not inline:
             self._thread = threading.Thread(target=self._write_groups, name="rollout-log", daemon=True)
@@ -83,7 +83,7 @@ class RolloutLogWriter:
         future: Future[None] = Future()
         # A running future cannot be cancelled: a caller who stops waiting must not take the record with him.
         future.set_running_or_notify_cancel()
-        receipt = Receipt(future, self._hurry)
+        receipt = Receipt(future, self._write_now)
         with self._condition:
             if self._error is not None:
                 raise self._failure()
@@ -120,7 +120,7 @@ class RolloutLogWriter:
         if self._error is not None:
             raise self._failure()
 
-    def _hurry(self) -> None:
+    def _write_now(self) -> None:
         with self._condition:
             if self._queue:
                 self._urgent = True

@@ -28,6 +28,7 @@ from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.models.packed_attention import use_packed_attention
 from sao.observe.metrics import Metric, last, total
 from sao.pipeline.packing import MicroBatch, Rows, pack, rows
+from sao.store.records import TokenRecord
 from sao.training.critic import Critic
 from sao.training.optimiser import Optimiser, Progress, UpdateOutcome, learning_rate
 from sao.training.parallel import ONE_RANK, OneRank
@@ -38,7 +39,7 @@ from sao.training.passes import (
     score_values,
     set_activation_checkpointing,
 )
-from sao.training.protocol import StepReport, TrainedTokens, TrainerError
+from sao.training.protocol import StepReport, TrainerError
 from sao.training.settings import TrainerConfig
 from sao.training.tensors import to_tensor
 from sao.training.timing import MEGABYTE
@@ -57,7 +58,7 @@ class _Step:
     value_mask: Tensor
     """Tokens at which the critic is trained."""
     values: Tensor
-    goals: Targets
+    targets: Targets
     actor_packs: list[MicroBatch]
     critic_packs: list[MicroBatch]
     actor_logprobs: Tensor
@@ -141,7 +142,7 @@ class TrainerCore:
             critic_packs = pack(arrays.sequences, budget, places=arrays.places, score_observations=True)
         action_mask = to_tensor(arrays.action_mask, device)
         values, bootstrap = self._values(arrays, critic_packs)
-        goals = targets(
+        step_targets = targets(
             rewards=to_tensor(arrays.rewards, device),
             values=values,
             action_mask=action_mask,
@@ -157,9 +158,9 @@ class TrainerCore:
             arrays=arrays,
             action_mask=action_mask,
             rollout_logprobs=to_tensor(arrays.rollout_logprobs, device),
-            value_mask=goals.value_mask & to_tensor(arrays.predicted, device),
+            value_mask=step_targets.value_mask & to_tensor(arrays.predicted, device),
             values=values,
-            goals=goals,
+            targets=step_targets,
             actor_packs=packs,
             critic_packs=critic_packs,
             actor_logprobs=torch.zeros_like(values),
@@ -219,11 +220,11 @@ class TrainerCore:
         mask = step.action_mask
         pieces = [
             step.arrays.split(torch.where(mask, array.float(), 0.0).cpu().numpy())
-            for array in (step.actor_logprobs, step.values, step.goals.advantages, step.goals.returns)
+            for array in (step.actor_logprobs, step.values, step.targets.advantages, step.targets.returns)
         ]
         tokens = tuple(
             tuple(
-                TrainedTokens(actor_logprobs=logprobs, values=values, advantages=advantages, returns=returns)
+                TokenRecord(actor_logprobs=logprobs, values=values, advantages=advantages, returns=returns)
                 for logprobs, values, advantages, returns in zip(*rollout, strict=True)
             )
             for rollout in zip(*pieces, strict=True)
@@ -298,7 +299,7 @@ class TrainerCore:
             self.actor,
             step.actor_packs,
             rollout_logprobs=step.rollout_logprobs,
-            advantages=step.goals.advantages,
+            advantages=step.targets.advantages,
             denominator=denominator,
             algorithm=self.algorithm,
             chunk_tokens=self.config.logprob_chunk_tokens,
@@ -311,7 +312,7 @@ class TrainerCore:
         return critic_pass(
             self.critic,
             step.critic_packs,
-            returns=step.goals.returns,
+            returns=step.targets.returns,
             value_mask=step.value_mask,
             initial_values=step.values,
             denominator=float(step.value_mask.sum()),
@@ -323,9 +324,9 @@ class TrainerCore:
         quantiles = ratio_quantiles(step.actor_logprobs, step.rollout_logprobs, step.action_mask, (0.01, 0.5, 0.99))
         found = {
             "loss": loss,
-            "advantage_mean": step.goals.advantage_mean,
-            "advantage_std": step.goals.advantage_std,
-            "whitened": float(step.goals.whitened),
+            "advantage_mean": step.targets.advantage_mean,
+            "advantage_std": step.targets.advantage_std,
+            "whitened": float(step.targets.whitened),
             **diagnostics.summary(),
             **dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True)),
         }
@@ -333,11 +334,11 @@ class TrainerCore:
 
     def _critic_metrics(self, step: _Step) -> dict[str, Metric]:
         assert self.critic is not None
-        found = explained_variance(step.values, step.goals.returns, step.action_mask)
+        found = explained_variance(step.values, step.targets.returns, step.action_mask)
         return {
             "critic/explained_variance": last(math.nan if found is None else found),
             "critic/value_mean": last(float(step.values[step.action_mask].mean())),
-            "critic/return_mean": last(float(step.goals.returns[step.action_mask].mean())),
+            "critic/return_mean": last(float(step.targets.returns[step.action_mask].mean())),
             "critic/frozen_share": last(self.critic.frozen_share),
             "critic/parameters": last(self.critic.num_parameters),
             "memory/critic_mb": last(self._critic_bytes() / MEGABYTE),

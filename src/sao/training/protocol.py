@@ -5,22 +5,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sao.observe.metrics import Metric
-from sao.types import Batch, FloatArray, Rollout, Snapshot
+from sao.store.records import TokenRecord
+from sao.types import Batch, Rollout, Snapshot
 
 
 class TrainerError(RuntimeError):
     """The trainer cannot go on; the message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainedTokens:
-    """What the step computed for one sequence, arrays of shape (T,), 0 off actions."""
-
-    actor_logprobs: FloatArray
-    """Under the weights that computed the loss, before the update."""
-    values: FloatArray
-    advantages: FloatArray
-    returns: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +29,7 @@ class StepReport:
 
     step: int
     metrics: Mapping[str, Metric]
-    tokens: tuple[tuple[TrainedTokens, ...], ...]
+    tokens: tuple[tuple[TokenRecord, ...], ...]
     """Per rollout of the batch, per sequence."""
 
 

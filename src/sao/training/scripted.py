@@ -8,7 +8,8 @@ import numpy as np
 
 from sao.clock import Clock
 from sao.observe.metrics import Metric, last
-from sao.training.protocol import ActorUpdate, StepReport, TrainedTokens
+from sao.store.records import TokenRecord
+from sao.training.protocol import ActorUpdate, StepReport
 from sao.types import Batch, Rollout, Snapshot
 
 
@@ -69,12 +70,12 @@ class ScriptedTrainer:
         """Nothing to release."""
 
 
-def _tokens(rollout: Rollout) -> tuple[TrainedTokens, ...]:
+def _tokens(rollout: Rollout) -> tuple[TokenRecord, ...]:
     def zeros(length: int) -> np.ndarray:
         return np.zeros(length, dtype=np.float32)
 
     return tuple(
-        TrainedTokens(
+        TokenRecord(
             actor_logprobs=sequence.rollout_logprobs,
             values=zeros(len(sequence.token_ids)),
             advantages=zeros(len(sequence.token_ids)),

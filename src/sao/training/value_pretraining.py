@@ -145,7 +145,7 @@ def _part(
     arrays = rows(rollouts)
     device = critic.head.weight.device
     action_mask = to_tensor(arrays.action_mask, device)
-    goals = targets(
+    fit_targets = targets(
         rewards=to_tensor(arrays.rewards, device),
         values=torch.zeros(action_mask.shape, device=device),
         action_mask=action_mask,
@@ -162,8 +162,8 @@ def _part(
     return _Part(
         packs=packs,
         num_sequences=len(arrays.sequences),
-        returns=goals.returns,
-        value_mask=goals.value_mask & to_tensor(arrays.predicted, device),
+        returns=fit_targets.returns,
+        value_mask=fit_targets.value_mask & to_tensor(arrays.predicted, device),
     )
 
 

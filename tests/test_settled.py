@@ -24,4 +24,4 @@ def test_what_has_done_its_work_may_not(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run")
     config = RunConfig()
     with pytest.raises(ValueError, match="model is settled"):
-        check_settled(config, replace(config, model=replace(config.model, hidden_size=64)), folder)
+        check_settled(config, replace(config, model=replace(config.model, hidden_size=48)), folder)

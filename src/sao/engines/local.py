@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sao.clock import Clock, Tasks
 from sao.engines.decoder import Decoder, Delivery, Generation
-from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
 from sao.engines.settings import EngineConfig, EngineCost
 from sao.models.load import DTYPES, find_device, load_folder, read_weights
 from sao.types import GenerationStop, Snapshot, TokenChunk
@@ -292,14 +292,10 @@ class LocalEngine:
 
     def _prove(self, snapshot: Snapshot) -> float:
         """Largest gap between own and trainer's log-probs on the probe; raises EngineError if it is too large."""
-        tokens, expected = snapshot.probe_token_ids, snapshot.probe_logprobs
-        if len(tokens) < 2:
+        tokens, expected = probe_of(snapshot, longest=self._config.max_context)
+        if not tokens:
             return 0.0
-        if len(expected) != len(tokens) - 1 or len(tokens) > self._config.max_context:
-            raise EngineError(
-                f"the probe of version {snapshot.version} has {len(tokens)} tokens, {len(expected)} log-probs"
-            )
-        gap = float(np.abs(self._decoder.score(tokens) - np.array(expected, dtype=np.float32)).max())
+        gap = float(np.abs(self._decoder.score(tokens) - expected).max())
         if not gap <= self._config.probe_tolerance:
             raise EngineError(
                 f"policy version {snapshot.version} fails its probe: log-probs differ from the trainer's by {gap:g},"

@@ -112,6 +112,22 @@ def checked_tokens(token_ids: Sequence[int], max_tokens: int, sampling: Sampling
     return tokens
 
 
+def probe_of(snapshot: Snapshot, *, longest: int) -> tuple[tuple[int, ...], NDArray[np.float64]]:
+    """Tokens (T,) of a snapshot's probe, and the trainer's log-probs (T-1,) of all but the first; empty without a probe.
+
+    Raises EngineError for a probe that does not fit itself, or is of more than `longest` tokens.
+    """
+    tokens, expected = snapshot.probe_token_ids, np.array(snapshot.probe_logprobs, dtype=np.float64)
+    if len(tokens) < 2:
+        return (), expected[:0]
+    if len(expected) != len(tokens) - 1 or len(tokens) > longest:
+        raise EngineError(
+            f"the probe of policy version {snapshot.version} has {len(tokens)} tokens and {len(expected)} log-probs; "
+            f"the engine takes at most {longest} tokens (engine.max_context), with a log-prob for each but the first"
+        )
+    return tokens, expected
+
+
 async def complete(
     engine: Engine, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
 ) -> tuple[TokenChunk, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sao.clock import Signal, Tasks
-from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
 from sao.engines.sampling import splitmix64
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
@@ -321,11 +321,10 @@ class VllmEngine:
 
     async def _prove(self, snapshot: Snapshot, former: int) -> float:
         """Largest gap between the server's and the trainer's log-probs on the probe; raises if it is too large."""
-        tokens, expected = snapshot.probe_token_ids, np.array(snapshot.probe_logprobs, dtype=np.float64)
-        if len(tokens) < 2:
+        # To score a prompt, vLLM samples a token after it.
+        tokens, expected = probe_of(snapshot, longest=self._config.max_context - 1)
+        if not tokens:
             return 0.0
-        if len(expected) != len(tokens) - 1 or len(tokens) >= self._config.max_context:
-            raise EngineError(f"the probe has {len(tokens)} tokens and {len(expected)} log-probs")
         measured = np.array(await self._server.score(tokens, cache_salt=f"version-{snapshot.version}"))
         gap = float(np.abs(measured - expected).max())
         last_measured, last_expected = self._measured, self._expected

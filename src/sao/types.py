@@ -224,7 +224,7 @@ class Snapshot:
     location: str
     """Folder with config and safetensors."""
     checksum: str
-    """Of the weight file."""
+    """Of the weight files, as `store.snapshots.folder_checksum` makes it; engines compare it before they load."""
     probe_token_ids: tuple[int, ...] = ()
     """A short fixed sequence that the engine scores after loading."""
     probe_logprobs: tuple[float, ...] = ()

@@ -53,6 +53,8 @@ class EngineHealth:
     """Core-seconds of the engine's process since it started; None where it has none of its own, or does not tell."""
     update_seconds: float = 0.0
     """Seconds for which the last weight update stopped generation; 0 where it goes on."""
+    update_bytes: int = 0
+    """Bytes of the weights that the last update moved: read from the snapshot's files, or sent to a server."""
     replicas: int = 1
     """Engines that serve."""
     taken_out: int = 0
@@ -83,8 +85,8 @@ class Engine(Protocol):
     async def load(self, snapshot: Snapshot) -> None:
         """Take new weights between two decode steps, generations going on, and prove them by the probe.
 
-        Returns when later tokens carry the snapshot's version. Raises EngineError if the probe does not match; then
-        the old weights and the old version stay in force.
+        Returns when later tokens carry the snapshot's version. Raises EngineError if its files are not what was
+        published, by its checksum, or if the probe does not match; then the old weights and version stay in force.
         """
         ...
 
@@ -113,7 +115,7 @@ def checked_tokens(token_ids: Sequence[int], max_tokens: int, sampling: Sampling
 
 
 def probe_of(snapshot: Snapshot, *, longest: int) -> tuple[tuple[int, ...], NDArray[np.float64]]:
-    """Tokens (T,) of a snapshot's probe, and the trainer's log-probs (T-1,) of all but the first; empty without a probe.
+    """Tokens (T,) of a snapshot's probe, and the trainer's log-probs (T-1,) of all but the first; empty if it has none.
 
     Raises EngineError for a probe that does not fit itself, or is of more than `longest` tokens.
     """

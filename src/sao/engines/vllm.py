@@ -25,7 +25,8 @@ from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabula
 from sao.engines.vllm_http import Piece, VllmHttp
 from sao.engines.vllm_server import VllmServer
 from sao.engines.vllm_settings import VllmConfig
-from sao.engines.vllm_transports import Transport, check_whole, make_transport
+from sao.engines.vllm_transports import Transport, make_transport
+from sao.store.snapshots import check_snapshot
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 UNPROVED = -1
@@ -86,8 +87,8 @@ class VllmEngine:
         self._tasks = Tasks()
         self._generated = self._recomputed = 0
         self._busy_seconds, self._busy_since = 0.0, 0.0
-        self._probe_gap = self.update_seconds = 0.0
-        self.update_bytes = 0
+        self._probe_gap = self._update_seconds = 0.0
+        self._update_bytes = 0
 
     @classmethod
     async def connect(
@@ -188,7 +189,8 @@ class VllmEngine:
             recomputed_tokens=self._recomputed,
             busy_seconds=running,
             probe_gap=self._probe_gap,
-            update_seconds=self.update_seconds,
+            update_seconds=self._update_seconds,
+            update_bytes=self._update_bytes,
         )
 
     async def stop(self) -> None:
@@ -291,7 +293,10 @@ class VllmEngine:
 
     async def _take(self, snapshot: Snapshot) -> None:
         """Replace the weights. Before the pause an error changes nothing; after it, the server is unproved."""
-        size = await asyncio.to_thread(check_whole, snapshot)
+        try:
+            size = await asyncio.to_thread(check_snapshot, snapshot)
+        except (ValueError, OSError) as error:
+            raise EngineError(f"policy version {snapshot.version} was not loaded: {error}") from error
         if snapshot_vocabulary(snapshot.location) != self._vocab_size:
             raise EngineError(f"policy version {snapshot.version} has another vocabulary than the server's model")
         began, former = time.monotonic(), self._version
@@ -306,7 +311,7 @@ class VllmEngine:
             self._unprove(f"policy version {snapshot.version} was not loaded: {error}")
             raise
         self._version, self._open = snapshot.version, True
-        self.update_seconds, self.update_bytes = time.monotonic() - began, size
+        self._update_seconds, self._update_bytes = time.monotonic() - began, size
         self._changed.notify()
 
     async def _drain(self) -> None:

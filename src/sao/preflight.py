@@ -47,7 +47,9 @@ class Finding:
     """One thing that was looked at."""
 
     good: bool
+    """False stops the run before it starts."""
     text: str
+    """A sentence: what was found, or what is wrong and what to do."""
 
 
 def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:

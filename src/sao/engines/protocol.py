@@ -21,6 +21,7 @@ class Sampling:
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
+    """Share of probability, in (0, 1], that the most likely tokens to draw from must reach; 1 draws from all."""
     stop_token_ids: tuple[int, ...] = ()
     """A sampled stop token ends the generation and is part of it."""
     seed: int = 0
@@ -43,6 +44,7 @@ class EngineHealth:
     running: int
     """Generations under way."""
     generated_tokens: int
+    """Tokens sampled, of whatever became of their rollouts."""
     recomputed_tokens: int
     """Tokens whose cache entries were rebuilt after a weight update or an eviction."""
     busy_seconds: float

@@ -161,7 +161,9 @@ class Collected:
     """What became of the tasks."""
 
     kept: int = 0
+    """Traces written by this collection."""
     already_there: int = 0
+    """Tasks with a trace in the file before, which were not asked again."""
     wrong: int = 0
     """Tasks whose last episode did not end, or did not reach the reward."""
     failed: int = 0

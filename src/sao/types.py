@@ -178,7 +178,7 @@ class Rollout:
     attempt: int
     """0 for the first try; more after an infrastructure failure or an interruption."""
     sequences: tuple[Sequence, ...]
-    """One for most; more after a compaction, or with sub-agents. None if it failed at its start."""
+    """One for most; more after a compaction, or with sub-agents; empty if it failed at its start."""
     stop_reason: StopReason
     """What ended it."""
     failure: FailureKind = FailureKind.NONE

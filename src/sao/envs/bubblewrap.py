@@ -53,7 +53,7 @@ class Interpreter:
     """A Python and the folders it needs."""
 
     executable: str
-    """Path of the program, resolved as far as it can be started from."""
+    """Path to start it by."""
     prefixes: tuple[str, ...]
     """Folders that it reads its library from, links followed."""
     open_to_all: bool

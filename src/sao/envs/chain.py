@@ -85,7 +85,7 @@ class Chain:
     start: int
     """Value 0, which the question gives."""
     operators: tuple[str, ...]
-    """One per step, as `apply` takes it."""
+    """One per step: a sign that `apply` knows."""
     operands: tuple[int, ...]
     """Right-hand side of each step."""
     names: tuple[str, ...]

@@ -22,7 +22,7 @@ class Plot:
     needs: str
     """What is missing where the figure cannot be drawn."""
     draw: Callable[[RunData], Figure | None]
-    """Gives the figure, or None where the run has not what it needs."""
+    """Gives the figure, or None where the run lacks what it needs."""
 
 
 PLOTS: tuple[Plot, ...] = (

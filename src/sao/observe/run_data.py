@@ -96,7 +96,7 @@ class RunData(MetricRows):
     state: LogState
     """What the log says of every admitted task."""
     tokens: TokenSample | None
-    """None where no step of the second half kept its tokens."""
+    """None where the log holds no trained token."""
     config: Mapping[str, Any]
     """Resolved configuration as nested tables; empty if it cannot be read."""
     environment: Mapping[str, Any]

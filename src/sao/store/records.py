@@ -64,7 +64,7 @@ class Dropped:
     """A rollout, running or finished, that will never be trained."""
 
     rollout_id: str
-    """As it was admitted; its tokens stay in the log."""
+    """As it was admitted; the tokens of one that had finished stay in the log."""
     reason: str
     """ "over_age", "group", "untrainable": counted by reason."""
 

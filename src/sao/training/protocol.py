@@ -30,7 +30,7 @@ class StepReport:
     step: int
     """Of the batch that it reports on."""
     metrics: Mapping[str, Metric]
-    """actor/, critic/ and time/ keys of the whole step."""
+    """All that the trainer measured in both halves of the step."""
     tokens: tuple[tuple[TokenRecord, ...], ...]
     """Per rollout of the batch, per sequence."""
 

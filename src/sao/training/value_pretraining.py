@@ -54,7 +54,7 @@ class PlannedWork:
     train: list[Rollout]
     """Rollouts to fit on."""
     held_out: list[Rollout]
-    """Rollouts that only measure; empty where there are too few."""
+    """Rollouts that only measure: no prompt of theirs is trained on."""
     updates: int
     """Optimiser steps in all."""
     passes: float

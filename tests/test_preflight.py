@@ -1,6 +1,12 @@
 """What a run will need, before it starts."""
 
-from sao.preflight import LOG_BYTES, run_folder_bytes
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import small_config
+
+from sao.preflight import LOG_BYTES, preflight, run_folder_bytes
 
 
 def test_disk_space_counts_the_plain_copy_of_a_sharded_actor() -> None:
@@ -9,3 +15,30 @@ def test_disk_space_counts_the_plain_copy_of_a_sharded_actor() -> None:
     assert run_folder_bytes(1000, sharded=False) == LOG_BYTES + 3 * 24_000 + 4 * 4_000
     # And the actor once more in each checkpoint.
     assert run_folder_bytes(1000, sharded=True) == LOG_BYTES + 3 * 28_000 + 4 * 4_000
+
+
+def test_words_that_the_tokenizer_loses(tmp_path: Path) -> None:
+    """Catches a run on own tasks whose policy sees only unknown tokens, and learns nothing."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"question": f"Add {i} please", "answer": "1"}) + "\n" for i in range(9)))
+    told = preflight(small_config("tasks.source=file", f"tasks.path={tasks}", "environment.name=math_python"), tmp_path)
+    bad = [finding.text for finding in told if not finding.good]
+    assert any("2 words are unknown to the tokenizer" in text and "'Add', 'please'" in text for text in bad), bad
+
+
+def test_an_obstacle_is_told_once(tmp_path: Path) -> None:
+    """Catches a list in which one mistake stands three times."""
+    told = [finding.text for finding in preflight(small_config("tasks.source=file", "tasks.path=nowhere.jsonl"))]
+    assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nowhere_at_all:Game", "No module named"), ("json:Game", "no attribute"), ("json:__name__", "")],
+)
+def test_an_environment_that_is_not_there(name: str, reason: str, tmp_path: Path) -> None:
+    """Catches a misspelt environment that is found out by the first rollout."""
+    told = [
+        finding.text for finding in preflight(small_config(f"environment.name={name}"), tmp_path) if not finding.good
+    ]
+    assert any(name in text and reason in text for text in told), told

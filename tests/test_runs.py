@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from small_runs import Silent, run_small, small_config
 
+import sao.envs.toy
 from sao.build import make_engine, make_trainer, make_worker, prepare_model, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
 from sao.config import RunConfig, to_toml
@@ -152,3 +153,16 @@ def test_a_last_evaluation_that_was_cut_off_is_done_on_resume(tmp_path: Path) ->
         assert outcome is not None
         assert (outcome.steps, outcome.reason) == (2, "source exhausted")
         assert evaluations() == [(0, 1, 5), (2, 0, 2), (2, 1, 5)]
+
+
+def test_an_environment_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a name of the user's module that is refused, or that rollout processes do not find."""
+    text = (Path(sao.envs.toy.__file__)).read_text().replace("self, config: GuessConfig", "self")
+    (tmp_path / "mine.py").write_text(text.replace("config.max_guesses", "GuessConfig().max_guesses"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for clock in ("virtual", "real"):
+        config = small_config("environment.name=mine:GuessEnvironment", f"clock={clock}", "loop.steps=2")
+        outcome = run_small(tmp_path / clock, config)
+        assert outcome is not None
+        assert outcome.steps == 2
+        assert replay(tmp_path / clock / "log").counts["trained"] == 12

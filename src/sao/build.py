@@ -219,7 +219,7 @@ def _commit() -> str:
     """The source's commit, where it is a git checkout; "+" marks uncommitted changes."""
     try:
         commit, changes = (
-            subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+            subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60)
             for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import textwrap
 import tomllib
 import typing
@@ -165,11 +166,21 @@ def describe_fields(config: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
     sections = {name: inner for name in hints if (inner := dataclass_of(hints[name])) is not None}
     for name in hints:
         if name not in sections:
-            yield f"{prefix}{name}", toml_value(getattr(config, name)), meanings[name]
+            meaning = meanings[name] + _choices(hints[name], meanings[name])
+            yield f"{prefix}{name}", toml_value(getattr(config, name)), meaning
     for name, inner in sections.items():
         default = getattr(config, name)
         # An absent section, or a list without entries, shows what one would hold.
         yield from describe_fields(default if dataclasses.is_dataclass(default) else inner(), f"{prefix}{name}.")
+
+
+def _choices(hint: Any, meaning: str) -> str:
+    """The values of a choice, unless the meaning goes through them all."""
+    allowed = [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
+    if not allowed and typing.get_origin(hint) is tuple:
+        return _choices(typing.get_args(hint)[0], meaning)
+    named = all(re.search(rf"(?<![a-z_]){re.escape(value)}(?![a-z_])", meaning) for value in allowed)
+    return "" if named else f" One of: {', '.join(allowed)}."
 
 
 @functools.cache

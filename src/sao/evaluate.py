@@ -37,7 +37,7 @@ class EvaluationConfig:
     final_tasks: int = 0
     """As `tasks`, for the evaluations before the first step and after the last; 0 takes `tasks`."""
     samples: int = 1
-    """Rollouts of each task. The paper (section 4 of the method) takes 16 for contests and 4 for BeyondAIME."""
+    """Rollouts of each task. The paper takes 16 for contests and 4 for BeyondAIME."""
     pass_k: tuple[int, ...] = (1,)
     """For which k to estimate pass@k; each at most `samples`."""
     confidence: float = 0.95

@@ -31,7 +31,7 @@ from sao.store.frames import segments
 from sao.training.critic import Critic
 from sao.training.ulysses import check_heads
 from sao.training.weights import SnapshotStore
-from sao.types import Snapshot, Task
+from sao.types import Message, Snapshot, Task
 
 LOOKED_AT = 20
 """Tasks whose prompts are measured."""
@@ -69,7 +69,7 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
         findings += _run(partial(_disk, folder=folder), config, Path(scratch))
         if config.engine.kind == "vllm" and _good(findings):
             findings += _run(partial(_vllm, folder=folder), config, Path(scratch))
-    return findings
+    return list(dict.fromkeys(findings))  # Several checks may meet the same obstacle.
 
 
 def _good(findings: list[Finding]) -> bool:
@@ -99,7 +99,9 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         file = Path(config.model.path) / config.model.gguf_file
         missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
         if missing:
-            yield Finding(good=False, text=f"{file} needs {' and '.join(missing)}: pip install 'sao[gguf]'")
+            yield Finding(
+                good=False, text=f"{file} needs {' and '.join(missing)}: pip install -e '.[gguf]' in sao's checkout"
+            )
         elif not file.is_file():
             yield Finding(good=False, text=f"there is no GGUF file {file}; see model.path and model.gguf_file")
         else:
@@ -244,7 +246,8 @@ def _batches(config: RunConfig, scratch: Path) -> Iterator[Finding]:
 def _lengths(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     renderer = _renderer(config, scratch)
     source = make_source(config.tasks, "train", seed=config.seed)
-    lengths = [_prompt_length(config, renderer, task) for task in map(source.at, range(LOOKED_AT)) if task is not None]
+    openings = [_opening(config, task) for task in map(source.at, range(LOOKED_AT)) if task is not None]
+    lengths = [len(renderer.open(messages)) for messages in openings]
     limits = {"rollout.max_tokens": config.rollout.max_tokens, "engine.max_context": config.engine.max_context}
     room = min(limits.values())
     yield Finding(
@@ -252,14 +255,22 @@ def _lengths(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         text=f"prompts: up to {max(lengths)} tokens in the first {len(lengths)} tasks, of {room} for a rollout "
         f"({min(limits, key=lambda name: limits[name])})",
     )
+    lost = dict.fromkeys(piece for opening in openings for each in opening for piece in renderer.unknown(each.content))
+    if lost:
+        shown = ", ".join(repr(piece) for piece in list(lost)[:5])
+        yield Finding(
+            good=False,
+            text=f"prompts: {len(lost)} words are unknown to the tokenizer and would be lost, such as {shown}; that of "
+            "a built model knows only the generated tasks' words: name a model.path or tokenizer.path that fits",
+        )
 
 
-def _prompt_length(config: RunConfig, renderer: ChatRenderer, task: Task) -> int:
-    async def opening() -> int:
+def _opening(config: RunConfig, task: Task) -> tuple[Message, ...]:
+    async def opening() -> tuple[Message, ...]:
         world = make_world(config.environment, config.tasks, VirtualClock(), seed=config.seed)
         environment = world.make_environment()
         try:
-            return len(renderer.open(await environment.reset(task)))
+            return await environment.reset(task)
         finally:
             await environment.close()
             world.stop()
@@ -328,7 +339,9 @@ def _sinks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     for sink in config.sinks:
         found = importlib.util.find_spec(sink) is not None
         yield Finding(
-            good=found, text=f"sink: {sink}" + ("" if found else f" is not installed: pip install 'sao[{sink}]'")
+            good=found,
+            text=f"sink: {sink}"
+            + ("" if found else f" is not installed: pip install -e '.[{sink}]' in sao's checkout"),
         )
     if not config.sinks:
         yield Finding(good=True, text="sinks: metrics.jsonl")

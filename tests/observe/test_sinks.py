@@ -35,7 +35,7 @@ def test_a_sink_that_is_not_installed_says_how(tmp_path: Path, monkeypatch: pyte
     """Would catch a traceback about an import instead of a hint."""
     for name in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=r"pip install 'sao\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
         WandbSink(tmp_path, name="run")
     with pytest.raises(ValueError, match=r"pip install 'sao\[tensorboard\]'"):
         TensorBoardSink(tmp_path)

@@ -27,9 +27,14 @@ def commit(run: RunFolder, step: int, keep: int = 2, consumed: tuple[str, ...] =
 def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     """Would catch the second `sao train` that ruins the first one's results."""
     path = tmp_path / "deep" / "run"
-    RunFolder.create(path).close()
+    with RunFolder.create(path) as run:
+        run.write_config("")
     with pytest.raises(ValueError, match=r"already exists and is not empty.*sao resume"):
         RunFolder.create(path)
+    (tmp_path / "holiday").mkdir()
+    (tmp_path / "holiday" / "picture").write_text("")
+    with pytest.raises(ValueError, match=r"already exists and is not empty.*another folder$"):
+        RunFolder.create(tmp_path / "holiday")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="already exists"):
         RunFolder.create(tmp_path / "file")
@@ -183,3 +188,21 @@ def test_texts_of_a_run(tmp_path: Path) -> None:
         assert json.loads(run.environment.read_text()) == {"torch": "2", "cores": 2}
         assert run.events.read_text().count("\n") == 1
         assert not list(run.path.glob("*.tmp"))
+
+
+def test_whether_a_run_came_to_its_end(tmp_path: Path) -> None:
+    """Catches a report that takes what a finished run left over for what a dead one lost, or the other way round."""
+    with RunFolder.create(tmp_path / "run") as run:
+        told = []
+        for line in (
+            "prepared",
+            "ended at step 4: stopped",
+            "resumed at step 4, version 4",
+            "ended at step 8: steps done",
+        ):
+            run.write_event(line)
+            told.append(run.ended)
+        run.write_event("report written")
+        assert [*told, run.ended] == [False, False, False, True, True]
+        run.write_event("resumed at step 8, version 8")
+        assert not run.ended

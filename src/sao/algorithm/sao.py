@@ -28,7 +28,7 @@ class AlgorithmConfig:
     advantage: adv.AdvantageName = "skip_observation"
     """Steps of the GAE (paper: action tokens). given: one number per rollout from a baseline, no critic."""
     policy_loss: Literal["dis", "none", "ppo_clip", "decoupled_ppo", "icepop"] = "dis"
-    """Correction for the age of tokens (paper: dis). All ratios are against the recorded log-probs; none is 1."""
+    """Correction for the age of tokens (paper: dis). Ratios to the recorded log-probs; none: 1."""
     ratio_low: float = 0.7
     """Lower bound on the ratio in dis and icepop; the paper's for mathematics (epsilon 0.3; coding 0.2)."""
     ratio_high: float = 6.0

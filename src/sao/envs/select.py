@@ -3,10 +3,12 @@
 Apart from build.py, because rollout processes use it and must start without torch.
 """
 
+import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from sao.clock import Clock
 from sao.envs.chain import ChainConfig, ChainTasks
@@ -22,6 +24,9 @@ from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.types import Task
 
 Use = Literal["train", "sft", "evaluation"]
+
+ENVIRONMENTS = ("math_python", "guess")
+"""Environments of this package, by name."""
 
 UNSPLIT = ("file", "imo_answerbench")
 """Sources without splits of their own."""
@@ -64,8 +69,9 @@ class TasksConfig:
 class EnvironmentConfig:
     """What the policy acts in."""
 
-    name: Literal["math_python", "guess"] = "math_python"
-    """math_python: mathematics with a Python tool. guess: the toy of the documentation."""
+    name: str = "math_python"
+    """math_python: mathematics with a Python tool. guess: the toy of envs/toy.py. "module:name": one of your own, made
+    by calling that name without arguments (docs/environments.md)."""
     tool: Literal["restricted", "sandbox", "unprotected"] = "restricted"
     """restricted: arithmetic and assignments, no process. sandbox: real Python under bubblewrap. unprotected: real
     Python with nothing around it; refused unless `allow_unprotected`."""
@@ -79,6 +85,10 @@ class EnvironmentConfig:
     """How answers are judged."""
 
     def __post_init__(self) -> None:
+        if self.name not in ENVIRONMENTS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
+            raise ValueError(
+                f"environment.name is {self.name!r}; it is one of {', '.join(ENVIRONMENTS)}, or module:name of your own"
+            )
         if self.tool == "unprotected" and not self.allow_unprotected:
             raise ValueError(
                 'environment.tool = "unprotected" runs model-written Python with your rights; use "sandbox", or set '
@@ -103,6 +113,8 @@ class World:
 def make_world(config: EnvironmentConfig, tasks: TasksConfig, clock: Clock, *, seed: int) -> World:
     """Environments that share one grader. Nothing starts before it is needed."""
     grader = MathGrader(config.grader)
+    if ":" in config.name:
+        return World(make_environment=_own_factory(config.name), grader=grader)
     if config.name == "guess":
         return World(make_environment=lambda: GuessEnvironment(tasks.guess), grader=grader)
     make_tool = _tool_factory(config)
@@ -112,6 +124,20 @@ def make_world(config: EnvironmentConfig, tasks: TasksConfig, clock: Clock, *, s
         return MathPythonEnvironment(make_tool, grader, clock, config.math_python, seed=seed, inline_tool=inline)
 
     return World(make_environment=make_environment, grader=grader)
+
+
+def _own_factory(name: str) -> EnvironmentFactory:
+    """What the user's module has under that name. Raises ValueError where it has nothing that can be called."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"environment.name is {name!r}: {error}. The module must be installed, or its folder in PYTHONPATH"
+        ) from error
+    if not callable(factory):
+        raise ValueError(f"environment.name is {name!r}: it is no class or function that makes an environment")
+    return cast(EnvironmentFactory, factory)
 
 
 def _tool_factory(config: EnvironmentConfig) -> Callable[[], CodeTool]:

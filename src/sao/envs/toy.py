@@ -1,6 +1,6 @@
 """A whole environment on one screen: guess a number from the hints "higher" and "lower".
 
-Data, step, reward. Copy this file to start an environment of your own.
+Data, step, reward. Copy it to start an environment of your own: docs/environments.md.
 """
 
 import re

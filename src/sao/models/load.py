@@ -105,7 +105,7 @@ def find_device(name: Device) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError(
-            'device is "cuda", but torch finds no GPU: install the torch that fits the driver, or set model.device and '
+            'model.device or engine.device is "cuda", but torch finds no GPU: install the torch that fits the driver, or set model.device and '
             'engine.device to "auto" or "cpu"'
         )
     return torch.device("cuda" if available and name != "cpu" else "cpu")
@@ -295,7 +295,7 @@ def _load_gguf(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         packed = AutoModelForCausalLM.from_pretrained(config.path, gguf_file=config.gguf_file, dtype=dtype, **options)
     except ImportError as error:
-        raise ValueError(f"reading {str(file)!r} needs the extra `gguf`: pip install 'sao[gguf]' ({error})") from error
+        raise ValueError(f"reading {str(file)!r} needs the extra `gguf`: pip install -e '.[gguf]' in sao's checkout ({error})") from error
     except Exception as error:  # the parser raises whatever a broken file makes it raise
         raise ValueError(f"cannot read the GGUF file {str(file)!r}: {error}") from error
     fields = packed.config.to_dict()

@@ -205,8 +205,8 @@ def _fates(run: RunData) -> list[_Block]:
         Fate.WAITING: "finished, not consumed",
         Fate.DROPPED: "never trained, by rule",
         Fate.INFRASTRUCTURE_FAILURE: "lost for good through no fault of the policy",
-        Fate.INTERRUPTED: "under way when the log ended",
-        Fate.UNFINISHED: "under way at the end of the run",
+        Fate.INTERRUPTED: "admitted and not finished when the log ended",
+        Fate.UNFINISHED: "admitted and not finished at the end of the run",
     }
     counts = run.state.counts
     rows = [(fate.value.replace("_", " "), _number(counts[fate.value]), text) for fate, text in meanings.items()]

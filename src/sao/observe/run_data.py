@@ -150,7 +150,7 @@ def read_metrics(path: Path) -> MetricRows:
 def read_run(path: Path | str) -> RunData:
     """Read a run folder, of a run that is alive or dead. Raises ValueError if it is none."""
     folder = RunFolder.open(path)
-    metrics, state = read_metrics(folder.metrics), replay(folder.log)
+    metrics, state = read_metrics(folder.metrics), replay(folder.log, ended=folder.ended)
     return RunData(
         path=folder.path,
         rows=metrics.rows,

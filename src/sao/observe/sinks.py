@@ -90,7 +90,7 @@ def _require(module: str, extra: str) -> None:
     except ImportError as error:
         raise ValueError(
             f"sink {module!r} needs the package {module}, which is not installed; "
-            f"run `pip install 'sao[{extra}]'`, or take {module!r} out of `sinks`"
+            f"run `pip install -e '.[{extra}]'` in sao's checkout, or take {module!r} out of `sinks`"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Critic-free baselines: one advantage per rollout, from a group, a batch or a memory of rewards.
 
 Each `advantages` call sees the baseline as it was before the batch; `observe` follows it. State is plain JSON, and part
-of the checkpoint. Formulas and sources: method.md section 5, and `docs/algorithm.md`.
+of the checkpoint. Formulas and sources: `docs/algorithm.md`.
 """
 
 import math

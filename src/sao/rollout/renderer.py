@@ -101,6 +101,19 @@ class ChatRenderer:
         kept = sampled[:-1] if sampled and sampled[-1] in self.stop_token_ids else sampled
         return self.decode(kept)
 
+    def unknown(self, text: str) -> tuple[str, ...]:
+        """What of the text becomes the tokenizer's unknown token, and is lost; each piece once, in order."""
+        unknown_id = self._tokenizer.token_to_id(self._special_tokens.get("unk_token", ""))
+        if unknown_id is None:
+            return ()
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        lost = (
+            text[slice(*place)]
+            for token, place in zip(encoded.ids, encoded.offsets, strict=True)
+            if token == unknown_id
+        )
+        return tuple(dict.fromkeys(lost))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Any tokens as text, special ones shown."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

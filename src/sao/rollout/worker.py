@@ -48,7 +48,7 @@ class RolloutConfig:
     """The limits of an episode, and how its tokens are sampled."""
 
     max_turns: int = 50
-    """Actions in a rollout. 50 is the paper's limit with a Python tool (section 4 of method.md); 300 for coding."""
+    """Actions in a rollout. 50 is the paper's limit with a Python tool; 300 for coding."""
     max_tokens: int = 8192
     """Tokens of a rollout, observations included. The paper's is 131072; the default fits small models."""
     max_action_tokens_per_turn: int = 1024

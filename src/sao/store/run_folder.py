@@ -10,6 +10,7 @@ report/           report.md, report.html, figures
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -92,9 +93,10 @@ class RunFolder:
         """A new run. Raises ValueError if the folder exists and is not empty, or cannot be made."""
         path = Path(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            resumable = f", or go on with it by `sao resume {path}`" if (path / "config.toml").is_file() else ""
             raise ValueError(
                 f"run folder {path} already exists and is not empty; a run never overwrites another. "
-                f"Choose another folder, or go on with it by `sao resume {path}`"
+                f"Choose another folder{resumable}"
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -164,6 +166,15 @@ class RunFolder:
         if self._metrics_writer is None:
             self._metrics_writer = JsonLinesWriter(self.metrics)
         self._metrics_writer.write(row)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end, by events.log: not stopped before, nor gone on with since."""
+        with suppress(OSError):
+            for line in reversed(self.events.read_text(encoding="utf-8").splitlines()):
+                if found := re.search(r" (ended at step \d+: (?!stopped)|ended at step|resumed at step)", line):
+                    return ": " in found[1]
+        return False
 
     def write_event(self, text: str) -> None:
         """Append a line to events.log, with the time of day."""

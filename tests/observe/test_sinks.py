@@ -37,7 +37,7 @@ def test_a_sink_that_is_not_installed_says_how(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
         WandbSink(tmp_path, name="run")
-    with pytest.raises(ValueError, match=r"pip install 'sao\[tensorboard\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[tensorboard\]'"):
         TensorBoardSink(tmp_path)
 
 

@@ -123,7 +123,8 @@ class Outcome:
 
     steps: int
     version: int
-    reason: Literal["steps done", "source exhausted", "stopped"]
+    reason: Literal["steps done", "source exhausted", "stopped", "collapsed"]
+    """Why it ended; collapsed: an evaluation said so (`Parts.collapsed`)."""
     partial_batch: int = 0
     """Rollouts of the last batch if it was not full."""
 
@@ -161,6 +162,8 @@ class Parts:
     """Write one row: step, version, stage, metrics."""
     prune: Callable[[set[int]], None]
     """Delete snapshots except these versions."""
+    collapsed: Callable[[int, Metrics], bool] = lambda step, metrics: False
+    """Whether the evaluation after a step says that the run is to end."""
     ends_differ: bool = False
     """Whether the first and the last evaluation take other tasks than those between."""
     note: Callable[[str], None] = lambda text: None

@@ -273,6 +273,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             evaluate_every=config.evaluation.every_steps,
             emit=prepared.emit,
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
+            collapsed=config.evaluation.collapsed,
             ends_differ=bool(config.evaluation.final_tasks),
             note=folder.write_event,
             worker_restarts=lambda: worker_restarts(worker),

@@ -67,7 +67,7 @@ def test_every_system_of_the_method_is_there() -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_what_a_recipe_is(name: str) -> None:
-    """Catches a recipe with a group where the method has none, a critic too many, or another loss than its page says."""
+    """Catches a recipe with a group too many, a critic too many, or another loss than its page says."""
     config, recipe = config_of(name), find_recipe(name)
     assert config.loop.group_size == (8 if name in GROUPED else 1)
     assert (config.algorithm.advantage == "given") == (name in WITHOUT_CRITIC)
@@ -75,7 +75,8 @@ def test_what_a_recipe_is(name: str) -> None:
     assert (config.value_pretraining is None) == (name in WITHOUT_CRITIC | {"sao-dis-only", "sao-no-pretraining"})
     assert recipe.ratio_against.startswith("nothing") == (config.algorithm.policy_loss == "none")
     assert len({setting.split("=")[0] for setting in recipe.settings}) == len(recipe.settings)
-    assert recipe.source and recipe.deltas.endswith(".")
+    assert recipe.source
+    assert recipe.deltas.endswith(".")
 
 
 ONE_CHANGE = [

@@ -53,9 +53,11 @@ from sao.single import (
 from sao.stages import Last, check_settled, run_stages
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
+from sao.study.command import study
 from sao.training.protocol import TrainerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.command()(study)
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML configuration of the run.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run folder.", show_default=False)]

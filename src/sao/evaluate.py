@@ -37,8 +37,8 @@ class EvaluationConfig:
     final_tasks: int = 0
     """As `tasks`, for the evaluations before the first step and after the last; 0 takes `tasks`."""
     stop_below: float | None = None
-    """Mean over all data sets below which a run counts as collapsed: it ends there, after a last evaluation. none: a run
-    goes on whatever it scores."""
+    """Mean over all data sets below which a run has collapsed: it ends there, after a last evaluation. none: it goes on
+    whatever it scores."""
     stop_from_step: int = 0
     """First step whose evaluation may end the run by stop_below; an untrained policy may well lie below it."""
     samples: int = 1
@@ -67,7 +67,6 @@ class EvaluationConfig:
             raise ValueError(
                 f"evaluation.pass_k: pass@{bad[0]} needs 1 <= k <= samples, which is {self.samples}; raise samples"
             )
-
 
     def collapsed(self, step: int, metrics: Metrics) -> bool:
         """Whether an evaluation after `step` says that the run is to end, by stop_below."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 _PAGE_HEAD = """# Recipes
 
-Every system that a run can name by `recipe = "NAME"`; written by `sao recipes --markdown`. A recipe is a set of settings
-that lie below the keys of the run's own file, so that what the file or `--set` says wins; `sao recipes NAME` shows one.
-Learning rates, sizes and costs belong to the run and are in none. Formulas and sources of the parts:
-[algorithm.md](algorithm.md); every setting: [configuration.md](configuration.md).
+Every system that a run can name by `recipe = "NAME"`; written by `sao recipes --markdown`. A recipe is a set of
+settings that lie below the keys of the run's own file, so that what the file or `--set` says wins; `sao recipes NAME`
+shows one, and `sao study` compares them. Learning rates, sizes and costs belong to the run and are in none. Formulas
+and sources of the parts: [algorithm.md](algorithm.md); every setting: [configuration.md](configuration.md).
 
 What is shared unless a recipe says otherwise: one optimiser step of the actor per batch, gamma 1, no KL and no entropy
 term, and the loss divided by all action tokens of the batch, those without a gradient included.
@@ -222,8 +222,9 @@ RECIPES: tuple[Recipe, ...] = (
     ),
     Recipe(
         name="spo",
-        settings=_changed(_ONE_REWARD, *_NO_BAND, *_CLIP, "-baseline.window", "baseline.kind=spo",
-                          "algorithm.policy_loss=ppo_clip"),  # fmt: skip
+        settings=_changed(
+            _ONE_REWARD, *_NO_BAND, *_CLIP, "-baseline.window", "baseline.kind=spo", "algorithm.policy_loss=ppo_clip"
+        ),
         source="SPO, arXiv 2509.13232",
         deltas="A Beta tracker per prompt in place of the critic, PPO's clip. Needs prompts that come again "
         "(tasks.limit). Its source begins with an offline estimate, here the prior is 0.5; the divergence that makes "

@@ -96,9 +96,7 @@ def measure_name(measure: str) -> str:
     return {"final": "last evaluation", "area": "mean height of the evaluation curve"}.get(measure, f"last `{measure}`")
 
 
-CORRECTION = (
-    "Each claim is decided by one two-sided paired t-interval over seeds, at the level at which Holm's step-down\n"
-    f"  tests it among the plan's claims, so that any verdict is wrong with a chance of at most {ALPHA:.0%}; an\n"
-    "  equivalence needs that whole interval within its margin (TOST). Verdicts appear once all planned seeds are there. A claim\n"
-    "  with a failed run stays undecided."
-)
+CORRECTION = f"""Each claim is decided by one two-sided paired t-interval over seeds, at the level at which Holm's
+  step-down tests it among the plan's claims, so that any verdict is wrong with a chance of at most {ALPHA:.0%}; an
+  equivalence needs that whole interval within its margin (TOST). Verdicts appear once all planned seeds are there. A
+  claim with a failed run stays undecided."""

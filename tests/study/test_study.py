@@ -16,6 +16,7 @@ from command import Result, refused, sao
 from small_runs import small_config
 
 from sao.config import to_toml
+from sao.observe.run_data import read_metrics
 from sao.study.keep import FAILED, KEPT
 
 pytestmark = pytest.mark.timeout(900)
@@ -40,7 +41,7 @@ recipe = "running-mean"
 [[arms]]
 name = "broken"
 recipe = "running-mean"
-set = ["trainer.actor_lr=1e30", "loop.steps=8"]
+set = ["engine.probe_tolerance=1e-30"]
 
 [[claims]]
 id = "first"
@@ -143,12 +144,12 @@ def test_a_kept_run_is_the_run_of_its_configuration(done: Done, tmp_path: Path) 
     result = sao("train", kept / "config.toml", "--folder", tmp_path / "run")
     assert result.code == 0, result
 
-    def rewards(path: Path) -> list[float]:
-        rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-        return [row["actor/loss"] for row in rows if row["stage"] == "train"]
+    def numbers(path: Path) -> list[float]:
+        rows = read_metrics(path / "metrics.jsonl").stage("train")
+        return [row[key] for row in rows for key in ("actor/entropy", "rollout/action_tokens", "critic/value_mean")]
 
-    again = rewards(tmp_path / "run")
-    assert rewards(kept)[-len(again) :] == pytest.approx(again, rel=1e-4)
+    assert len(numbers(kept)) == 12
+    assert numbers(kept) == pytest.approx(numbers(tmp_path / "run"), rel=1e-4)
     assert "work" not in (kept / "config.toml").read_text()
 
 
@@ -156,8 +157,10 @@ def test_a_failed_run_is_a_row_with_its_reason(done: Done) -> None:
     """Catches a gap in the tables, a failure that is silently repeated, and a verdict without it."""
     for seed in (0, 1):
         failed = done.place.results / "broken" / f"seed-{seed}"
-        assert "exit code" in (failed / FAILED).read_text()
-        assert tomllib.loads((failed / "config.toml").read_text())["trainer"]["actor_lr"] == 1e30
+        told = (failed / FAILED).read_text()
+        assert told.startswith("exit code 2")
+        assert "fails its probe" in told
+        assert tomllib.loads((failed / "config.toml").read_text())["engine"]["probe_tolerance"] == 1e-30
     readme = (done.place.results / "README.md").read_text()
     assert "6 of 6 runs have ended, 2 of them failed." in readme
     assert "## Runs that failed" in readme

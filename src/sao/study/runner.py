@@ -12,11 +12,13 @@ WORK/prepared/               see prepare.py
 WORK/logs/                   what the children said
 """
 
+import fcntl
 import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from sao.study.prepare import Part, begin_run, part_config, parts_of
 from sao.study.results import run_folder
 
 POLL_S = 0.2
+MARGIN = 1.1
+"""A run may take this much longer than those before it and still end within --hours."""
 SAY_EVERY_S = 30.0
 STOP_S = 300.0
 """Longest wait for a child to finish its step and commit, when the study is stopped."""
@@ -106,7 +110,14 @@ class Runner:
     """Parts that failed, with the reason."""
 
     def run(self) -> Slice:
-        """Run what is lacking and may be started. Children are stopped, to be gone on with, if this is interrupted."""
+        """Run what is lacking and may be started. Children are stopped, to be gone on with, if this is interrupted.
+
+        Raises ValueError if another process works on the study.
+        """
+        with _alone(self.work):
+            return self._run()
+
+    def _run(self) -> Slice:
         self._recall()
         pending = self._pending()
         deadline = None if self.hours is None else time.monotonic() + 3600 * self.hours
@@ -157,7 +168,7 @@ class Runner:
         for run in list(pending):
             if len(self._running) >= self.jobs:
                 return
-            if deadline is not None and time.monotonic() + self._expected(run) > deadline:
+            if deadline is not None and time.monotonic() + MARGIN * self._expected(run) > deadline:
                 continue
             broken = next((part for part in run.parts if part.name in self._broken), None)
             if broken is not None:
@@ -228,13 +239,13 @@ class Runner:
         self.say(f"{run.title} failed: {reason.splitlines()[-1]}")
 
     def _expected(self, run: _Run) -> float:
-        """Seconds until a run would end that started now: the mean of its arm, or of all arms; 0 where none ended."""
+        """Seconds until a run would end that started now: its arm's mean, or the slowest arm's; 0 where none ended."""
         lacking = sum(not (self._prepared / part.name).is_dir() for part in run.parts)
         return self._mean(run.key[0]) + lacking * _mean(self._took.get("part", []))
 
     def _mean(self, arm: str) -> float:
-        everything = [seconds for name, took in self._took.items() if name != "part" for seconds in took]
-        return _mean(self._took.get(arm, []) or everything)
+        arms = {name: _mean(took) for name, took in self._took.items() if name != "part"}
+        return arms.get(arm, max(arms.values(), default=0.0))
 
     def _progress(self, pending: Sequence[_Run]) -> str:
         kept = sum(run_folder(self.results, arm.name, seed).is_dir() for arm, seed in self.plan.runs())
@@ -272,6 +283,18 @@ def _last_step(metrics: Path) -> int:
         if isinstance(row, dict) and row.get("stage") == "train":
             return int(row["step"])
     return 0
+
+
+@contextmanager
+def _alone(work: Path) -> Generator[None]:
+    """Hold the work folder; two studies would start the same runs."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process works in {work}; wait until it ends, or stop it") from error
+        yield
 
 
 def _wait_for(folder: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_kept_run_is_the_run_of_its_configuration(done: Done, tmp_path: Path) 
 
     assert len(numbers(kept)) == 12
     assert numbers(kept) == pytest.approx(numbers(tmp_path / "run"), rel=1e-4)
-    assert "work" not in (kept / "config.toml").read_text()
+    assert str(done.place.work.parent) not in (kept / "config.toml").read_text()
 
 
 def test_a_failed_run_is_a_row_with_its_reason(done: Done) -> None:

@@ -102,10 +102,13 @@ class Runner:
     again: bool = False
     """Whether runs that failed are repeated."""
     _running: dict[str, tuple[Job, _Run | Part]] = field(default_factory=dict)
+    """Children, and what each does, by the name of that."""
     _took: dict[str, list[float]] = field(default_factory=dict)
     """Seconds of what ended, by arm, or "part"."""
     _done: int = 0
+    """Runs that ended well in this slice."""
     _failed: int = 0
+    """Runs that failed in it."""
     _broken: dict[str, str] = field(default_factory=dict)
     """Parts that failed, with the reason."""
 

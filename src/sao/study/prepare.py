@@ -116,8 +116,8 @@ def begin_run(config: RunConfig, run: Path, prepared: Path, command: Sequence[st
         folder.write_environment(describe_machine(config, list(command)))
         for part in parts_of(config):
             source = prepared / part.name
-            copied = ("tokenizer", "sft/model") if part.command == "sft" else ("value_pretraining/log",)
-            for name in copied:
+            sft = (Path("tokenizer"), Path("sft") / "model")
+            for name in sft if part.command == "sft" else (Path("value_pretraining") / "log",):
                 if (source / name).is_dir():
                     shutil.copytree(source / name, draft / name)
     draft.rename(run)

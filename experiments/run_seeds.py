@@ -66,6 +66,36 @@ def summarise(results: Path, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compare(results: Path, against: Path) -> str:
+    """The end of each seed here and in other results, and a 90 % paired t-interval of the difference."""
+    lines = [
+        "",
+        f"Against `{against}`, the same seeds:",
+        "",
+        "| seed | end | end there | difference |",
+        "|---|---|---|---|",
+    ]
+    differences: list[float] = []
+    for folder in seed_folders(results):
+        other = against / folder.name
+        if other.is_dir():
+            ends = [
+                read_metrics(each / "metrics.jsonl").series("eval/overall/mean", "eval")[1][-1]
+                for each in (folder, other)
+            ]
+            differences.append(float(ends[0] - ends[1]))
+            shown = (folder.name.removeprefix("seed-"), *(f"{end:.3f}" for end in ends), f"{differences[-1]:+.3f}")
+            lines.append(f"| {' | '.join(shown)} |")
+    if len(differences) > 1:
+        interval = paired_t_interval(differences, 0.9)
+        lines += [
+            "",
+            f"Difference over {interval.count} seeds: {interval.mean:+.3f}, 90 % paired t-interval "
+            f"{interval.low:+.3f} to {interval.high:+.3f}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def _three(found: Series) -> str:
     """The number found, or nothing."""
     return "".join(f"{value:.3f}" for value in found)
@@ -94,6 +124,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--against", type=Path, help="other results to compare the ends with, seed by seed")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     given = parser.parse_args()
     for seed in given.seeds:
@@ -103,6 +134,8 @@ def main() -> None:
             continue
         run_seed(given.config, target, seed, given.overrides)
     summary = summarise(given.results, f"python experiments/run_seeds.py {' '.join(sys.argv[1:])}")
+    if given.against is not None:
+        summary += compare(given.results, given.against)
     (given.results / "summary.md").write_text(summary)
     draw(given.results)
     print(summary)

@@ -3,6 +3,7 @@
 What a configuration needs and is not there (a data set, a model file) is said, and skips it.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+VLLM_PYTHON = os.environ.get("SAO_VLLM_PYTHON", "")
 SMALL = (
     "loop.steps=2", "loop.batch_size=8", "loop.concurrency=8", "loop.checkpoint_every=2", "evaluation.tasks=4",
     "evaluation.final_tasks=0", "evaluation.samples=1", "evaluation.pass_k=[1]",
@@ -27,11 +29,15 @@ def overrides(text: str) -> list[str]:
         changes += ["value_pretraining.rollouts=16", "value_pretraining.fit.steps=2"]
     if "group_size" in text:
         changes.append("loop.group_size=4")
+    if 'kind = "vllm"' in text:
+        changes.append(f"vllm.command={VLLM_PYTHON}")
     return changes
 
 
 def needs(text: str) -> str:
     """What the configuration names and this checkout lacks; "" if nothing."""
+    if 'kind = "vllm"' in text and not VLLM_PYTHON:
+        return "vLLM (SAO_VLLM_PYTHON names no Python with it)"
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "path" and not Path(value.strip().strip('"')).exists():

@@ -107,12 +107,34 @@ def test_every_setting_explains_itself() -> None:
     assert all(len(meaning) >= 10 for meaning in field_docstrings(RunConfig).values())
 
 
-def test_every_record_explains_its_fields() -> None:
-    """Catches a frozen record without a docstring."""
+def silent_fields(node: ast.ClassDef) -> list[str]:
+    """Public fields of a class that no line of text follows."""
+    return [
+        field.target.id
+        for field, following in zip(node.body, [*node.body[1:], None], strict=True)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and not field.target.id.startswith("_")
+        and not (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
+    ]
+
+
+def test_every_record_explains_itself_and_its_fields() -> None:
+    """Catches a class without a docstring, and a field of a record whose meaning, shape or unit nobody wrote down."""
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{module_of(path)}.{node.name} has no docstring"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                record = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+                silent = silent_fields(node) if record else []
+                assert not silent, f"{module_of(path)}.{node.name}: no line under {', '.join(silent)}"
 
 
 def test_configuration_is_frozen() -> None:

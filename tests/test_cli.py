@@ -159,7 +159,7 @@ def test_inspect(staged: Path) -> None:
     assert "version" in shown
     result = sao("inspect", staged, "guess-train/zzz@0")
     assert result.code == 2
-    assert "no finished rollout 'guess-train/zzz@0'" in result.err
+    assert "no rollout 'guess-train/zzz@0'" in result.err
 
 
 def test_report_of_a_dead_run(staged: Path) -> None:

@@ -421,7 +421,7 @@ def test_an_incident_that_fails_all_that_is_running_does_not_stop_the_run():
 
 def test_a_finished_run_that_is_resumed_only_evaluates_what_it_has_not():
     """Catches a final evaluation that a crash took for ever, and one that is repeated with every resume."""
-    for evaluated, expected in ((False, [5]), (True, [])):
+    for evaluated, expected in (("never", [5]), ("between", []), ("at an end", [])):
         asked: list[int] = []
         start = Start(step=5, version=0, evaluated=evaluated)
         run_virtual(run_loop(loop_config(steps=5), start=start, evaluations=asked))

@@ -317,10 +317,12 @@ def test_an_evaluation_counts_only_if_it_is_of_these_weights(run: Run) -> None:
     run.log(published(0, None), published(1, 0), published(2, 1))
     run.commit(2, 2)
     for step, version, stage, expected in (
-        (2, 1, "eval", False), (1, 2, "eval", False), (2, 2, "train", False), (2, 2, "eval", True),
+        (2, 1, "eval", "never"), (1, 2, "eval", "never"), (2, 2, "train", "never"), (2, 2, "eval", "between"),
     ):  # fmt: skip
-        run.folder.write_metrics({"step": step, "version": version, "stage": stage})
-        assert run.start().evaluated is expected
+        run.folder.write_metrics({"step": step, "version": version, "stage": stage, "eval/at_an_end": 0})
+        assert run.start().evaluated == expected
+    run.folder.write_metrics({"step": 2, "version": 2, "stage": "eval", "eval/at_an_end": 1})
+    assert run.start().evaluated == "at an end"
 
 
 def test_a_log_that_is_gone_is_no_fresh_start(run: Run) -> None:

@@ -53,3 +53,15 @@ def test_the_table_over_seeds(script: ModuleType, tmp_path: Path) -> None:
     assert "Gain over 2 seeds: +0.300" in text
     script.draw(tmp_path)
     assert (tmp_path / "evaluation.png").is_file()
+
+
+def test_two_results_are_compared_seed_by_seed(script: ModuleType, tmp_path: Path) -> None:
+    """Would catch a comparison of different seeds, with the wrong sign, or at another level than it says."""
+    for seed, (here, there) in enumerate([(0.80, 0.79), (0.70, 0.72), (0.75, 0.71)]):
+        keep(tmp_path / "here" / f"seed-{seed}", [0.4, here])
+        keep(tmp_path / "there" / f"seed-{seed}", [0.4, there])
+    keep(tmp_path / "here" / "seed-3", [0.4, 0.9])
+    text = script.compare(tmp_path / "here", tmp_path / "there")
+    assert "| 1 | 0.700 | 0.720 | -0.020 |" in text
+    # Mean 0.01, deviation 0.03, t(2, 0.95) = 2.920: 0.01 +- 2.920 * 0.03 / sqrt(3).
+    assert "Difference over 3 seeds: +0.010, 90 % paired t-interval -0.041 to +0.061." in text

@@ -5,13 +5,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import Silent, run_small, small_config
 
 from sao.build import make_engine, make_trainer, make_worker, prepare_model, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
-from sao.config import RunConfig
+from sao.config import RunConfig, to_toml
 from sao.envs.select import make_source
 from sao.models.load import load_folder
 from sao.rollout.worker import rollout_seed
@@ -144,3 +145,35 @@ def test_a_run_above_the_rule_goes_on(tmp_path: Path) -> None:
         outcome = run_small(tmp_path / name, small_config("evaluation.every_steps=1", *rule))
         assert outcome is not None
         assert (outcome.reason, outcome.steps) == ("steps done", 4)
+
+
+class StopsAtTheLastEvaluation(Silent):
+    """Ends the run in the middle of the evaluation after the last step, which takes five tasks."""
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if (stage, total, done) == ("evaluation at step 2", 5, 3):
+            raise RuntimeError("the machine was switched off")
+
+
+def test_a_last_evaluation_that_was_cut_off_is_done_on_resume(tmp_path: Path) -> None:
+    """Catches a run whose last evaluation stays on the few tasks of those between, because a row of it was there."""
+    ends = ("tasks.limit=12", "tasks.cycle=false", "loop.steps=50")
+    config = small_config(*ends, "evaluation.every_steps=2", "evaluation.tasks=2", "evaluation.final_tasks=5")
+    path = tmp_path / "run"
+    with RunFolder.create(path) as folder:
+        folder.write_config(to_toml(config))
+        with pytest.raises(RuntimeError, match="switched off"):
+            run_stages(config, folder, StopsAtTheLastEvaluation())
+
+    def evaluations() -> list[tuple[int, int, int]]:
+        rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+        keys = ("step", "eval/at_an_end", "eval/guess-evaluation/prompts")
+        return [tuple(row[key] for key in keys) for row in rows if row["stage"] == "eval"]  # type: ignore[misc]
+
+    assert evaluations() == [(0, 1, 5), (2, 0, 2)]
+    for _ in range(2):
+        with RunFolder.resume(path) as folder:
+            outcome = run_stages(config, folder, Silent())
+        assert outcome is not None
+        assert (outcome.steps, outcome.reason) == (2, "source exhausted")
+        assert evaluations() == [(0, 1, 5), (2, 0, 2), (2, 1, 5)]

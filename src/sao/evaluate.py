@@ -81,12 +81,15 @@ class Outcome:
     """One sample of one task."""
 
     task_id: str
+    """Samples of one task share it; prompts are told apart by it."""
     data_set: str
+    """Row that it counts in, besides the row over all."""
     sample: int
     """0 ... samples - 1."""
     reward: float | None
     """None when infrastructure failed."""
     failure_text: str = ""
+    """What went wrong, for people; "" where it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class Row:
     """The numbers of one data set. None where nothing was measured."""
 
     data_set: str
+    """Name of the data set, or "overall"."""
     prompts: int
     """Tasks with at least one sample that did not fail."""
     failed: int
@@ -101,8 +105,9 @@ class Row:
     mean: float | None
     """mean@k: over prompts, of the mean reward of their samples."""
     low: float | None
+    """Lower end of the interval of `mean`: over prompts, which are the draws from the population of tasks."""
     high: float | None
-    """The interval of `mean`: over prompts, which are the draws from the population of tasks."""
+    """Its upper end."""
     pass_at: tuple[tuple[int, float | None], ...]
     """(k, pass@k), over the prompts that have at least k samples."""
 
@@ -112,6 +117,7 @@ class Evaluation:
     """All samples, ordered by task and sample."""
 
     outcomes: tuple[Outcome, ...]
+    """One per task and sample, failed ones included."""
 
     @property
     def failed_tasks(self) -> tuple[str, ...]:
@@ -142,8 +148,11 @@ class Interval:
     """An estimate with an interval."""
 
     mean: float
+    """The estimate itself, which need not lie in the middle."""
     low: float
+    """Lower end at the confidence that was asked for."""
     high: float
+    """Upper end at that confidence."""
     count: int
     """Independent observations behind it."""
 

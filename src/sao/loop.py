@@ -16,6 +16,9 @@ from sao.store.run_folder import Manifest
 from sao.training.protocol import Trainer
 from sao.types import Rollout, Snapshot
 
+Evaluated = Literal["never", "between", "at an end"]
+"""Of some weights: an evaluation at an end of the run may take other tasks than those between."""
+
 
 class LoopError(RuntimeError):
     """The run cannot go on; the message says why and what to do. The run folder can be resumed."""
@@ -113,8 +116,8 @@ class Start:
     """Counts so far."""
     quarantined: int = 0
     """Records of the log that were lost to damage."""
-    evaluated: bool = False
-    """Whether these weights have had their evaluation."""
+    evaluated: Evaluated = "never"
+    """Whether these weights have had their evaluation, and as what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +125,11 @@ class Outcome:
     """How a run ended."""
 
     steps: int
+    """Training steps done over the whole life of the run folder."""
     version: int
+    """Version of the last weights."""
     reason: Literal["steps done", "source exhausted", "stopped", "collapsed"]
-    """Why it ended; collapsed: an evaluation said so (`Parts.collapsed`)."""
+    """Why no further step was made; collapsed: an evaluation said so (`Parts.collapsed`)."""
     partial_batch: int = 0
     """Rollouts of the last batch if it was not full."""
 
@@ -146,18 +151,26 @@ class Parts:
     """What the loop drives. Each knows nothing of the loop."""
 
     clock: Clock
+    """Real or virtual: every wait and every cost goes through it."""
     source: TaskSource
+    """Where tasks come from, by index."""
     worker: RolloutWorker
+    """Plays one task to a rollout."""
     engine: Engine
+    """Samples for the worker, and takes published weights."""
     trainer: Trainer
+    """Updates actor and critic, and publishes."""
     baseline: Baseline
+    """Gives advantages where there is no critic; remembers what it must."""
     log: Log
+    """What happened, durable before it is acted on."""
     commit: Callable[[Manifest], Awaitable[None]]
     """Save the trainer and rename the checkpoint into place."""
     evaluate: Callable[[Snapshot, int, bool], Awaitable[Metrics]] | None
     """Evaluate pinned weights after a step; the flag says that it is the first or the last evaluation of the run.
     Raises EvaluationLostError. None: no evaluation during training."""
     evaluate_every: int
+    """Steps between two evaluations."""
     emit: Callable[[int, int, str, Metrics], None]
     """Write one row: step, version, stage, metrics."""
     prune: Callable[[set[int]], None]

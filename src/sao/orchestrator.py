@@ -73,7 +73,7 @@ class Orchestrator:
         self._evaluations_changed = Signal()
         self._pinned: list[int] = []
         """Versions that are being loaded or evaluated: their snapshots must stay."""
-        self._evaluated = (start.step, True) if start.evaluated else (-1, False)
+        self._evaluated = (-1 if start.evaluated == "never" else start.step, start.evaluated == "at an end")
         """The step that an evaluation was last asked for, and whether as an end of the run."""
         self._stopping = self._interrupted = self._collapsed = False
         self._began = 0.0
@@ -307,7 +307,8 @@ class Orchestrator:
             try:
                 async with limit(seconds, "an evaluation (loop.evaluation_timeout_s)"):
                     metrics = await self._parts.evaluate(asked.snapshot, asked.step, asked.at_an_end)
-                self._parts.emit(asked.step, asked.snapshot.version, "eval", metrics)
+                row = {**metrics, "eval/at_an_end": last(int(asked.at_an_end))}
+                self._parts.emit(asked.step, asked.snapshot.version, "eval", row)
                 self._collapsed |= self._parts.collapsed(asked.step, metrics)
             except (EvaluationLostError, WaitTimeoutError) as error:
                 self._lose_evaluation(asked.step, str(error))

@@ -36,8 +36,8 @@ from sao.types import Snapshot, Task
 LOOKED_AT = 20
 """Tasks whose prompts are measured."""
 
-BYTES_PER_PARAMETER = 3 * 24 + 4 * 4
-"""Three checkpoints (two kept, one being written) of actor and critic with AdamW's moments, and four snapshots."""
+CHECKPOINTS, SNAPSHOTS = 3, 4
+"""That are on the disk at once: two checkpoints are kept while a third is written."""
 LOG_BYTES = 500_000_000
 """For a log of a few million tokens."""
 
@@ -47,7 +47,9 @@ class Finding:
     """One thing that was looked at."""
 
     good: bool
+    """False stops the run before it starts."""
     text: str
+    """A sentence: what was found, or what is wrong and what to do."""
 
 
 def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
@@ -300,6 +302,15 @@ def _existing(folder: Path) -> Path:
     return place
 
 
+def run_folder_bytes(parameters: int, *, sharded: bool) -> int:
+    """Bytes of a run folder at its largest, for a model of so many float32 parameters.
+
+    A checkpoint holds actor and critic, each with AdamW's two moments; a sharded trainer's the actor once more, plain.
+    """
+    checkpoint = 4 * parameters * (6 + (1 if sharded else 0))
+    return CHECKPOINTS * checkpoint + SNAPSHOTS * 4 * parameters + LOG_BYTES
+
+
 def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
     place = _existing(folder)
     free = shutil.disk_usage(place).free
@@ -308,7 +319,7 @@ def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
         parameters = 2 * weights
     else:
         parameters = _parameters(_backbone(config, scratch))
-    needed = parameters * BYTES_PER_PARAMETER + LOG_BYTES
+    needed = run_folder_bytes(parameters, sharded=config.trainer.sharded)
     text = f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints, snapshots and the log need about"
     yield Finding(good=free > needed, text=f"{text} {needed / 1e9:.1f}")
 

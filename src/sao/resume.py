@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from sao.loop import Start
+from sao.loop import Evaluated, Start
 from sao.pipeline.accounts import NO_TRIES_LEFT, UNTRAINABLE
 from sao.pipeline.admission import Member
 from sao.store.files import read_json_lines
@@ -83,10 +83,17 @@ def _accounts(state: LogState, manifest: Manifest) -> dict[str, int]:
     }
 
 
-def _evaluated(folder: RunFolder, manifest: Manifest) -> bool:
-    rows = read_json_lines(folder.metrics).rows
+def _evaluated(folder: RunFolder, manifest: Manifest) -> Evaluated:
     wanted = ("eval", manifest.step, manifest.version)
-    return any((row.get("stage"), row.get("step"), row.get("version")) == wanted for row in rows)
+    rows = [
+        row
+        for row in read_json_lines(folder.metrics).rows
+        if (row.get("stage"), row.get("step"), row.get("version")) == wanted
+    ]
+    if not rows:
+        return "never"
+    # Rows of before it was kept count as at an end, so that resuming a finished run repeats nothing.
+    return "at an end" if any(row.get("eval/at_an_end", 1) for row in rows) else "between"
 
 
 def _again(record: Admitted, state: LogState) -> Member:

@@ -37,8 +37,11 @@ class Policy:
     """Weights with their tokenizer."""
 
     config: RunConfig
+    """Says how it is played: environment, limits, engine."""
     model: Path
+    """Folder with config and safetensors, or a hub name."""
     tokenizer: Path
+    """Folder of its tokenizer."""
 
     @property
     def renderer(self) -> ChatRenderer:

@@ -79,11 +79,15 @@ class Prepared:
     """What every later stage reads."""
 
     config: RunConfig
+    """Resolved, as the folder keeps it."""
     folder: RunFolder
+    """The run folder, open for writing."""
     tokenizer: Path
+    """Folder of the tokenizer that rollouts are rendered with."""
     model: Path
     """Weights that training starts from."""
     reporter: Reporter
+    """Who shows people what happens."""
     sinks: tuple[MetricsSink, ...]
     """Besides metrics.jsonl."""
 

@@ -59,6 +59,7 @@ class Message:
     role: str
     """"system", "user", "assistant" or "tool"."""
     content: str
+    """Without the template's marks around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Task:
     prompt_id: str
     """The same for every admission of the same prompt."""
     question: str
+    """The prompt as the environment puts it to the policy."""
     answer: str
     """Gold answer, as the grader takes it."""
     data_set: str = ""
@@ -83,6 +85,7 @@ class TokenChunk:
     """Tokens sampled by one policy version, in order."""
 
     token_ids: tuple[int, ...]
+    """In the engine's vocabulary; may be empty on the last chunk."""
     logprobs: tuple[float, ...]
     """Of the distribution sampled from (after temperature), one per token."""
     version: int
@@ -100,6 +103,7 @@ class Sequence:
     """One root-to-leaf token list of a rollout with its per-token arrays, each of shape (T,)."""
 
     token_ids: IntArray
+    """Observed and sampled tokens in the order in which the model sees them."""
     action_mask: BoolArray
     """True where the policy sampled the token; each sampled token is True in exactly one sequence of its rollout."""
     rollout_logprobs: FloatArray
@@ -148,8 +152,11 @@ class Timings:
     """When things happened to a rollout, in seconds of the run's clock."""
 
     admitted: float = 0.0
+    """When its task was taken from the source."""
     started: float = 0.0
+    """When a worker began to play it."""
     finished: float = 0.0
+    """When its last token, or its failure, was there."""
     generating: float = 0.0
     """Seconds spent waiting for the engine."""
     tools: float = 0.0
@@ -163,18 +170,25 @@ class Rollout:
     id: str
     """Task id and attempt: unique within the run."""
     task_id: str
+    """Of the admitted task; attempts at it share it."""
     prompt_id: str
+    """Shared by all admissions of the same prompt."""
     group_id: str
     """Shared by the members of a group; equal to task_id for single rollouts."""
     attempt: int
     """0 for the first try; more after an infrastructure failure or an interruption."""
     sequences: tuple[Sequence, ...]
+    """One for most; more after a compaction, or with sub-agents; empty if it failed at its start."""
     stop_reason: StopReason
+    """What ended it."""
     failure: FailureKind = FailureKind.NONE
+    """Whose fault a bad ending is."""
     failure_text: str = ""
     """What went wrong, for people."""
     timings: Timings = field(default_factory=Timings)
+    """When it was played, and what took the time."""
     data_set: str = ""
+    """The task's, for a row of its own in evaluation."""
 
     @property
     def reward(self) -> float:
@@ -207,6 +221,7 @@ class Batch:
     """What one training step consumes."""
 
     step: int
+    """Number of the training step, from 1."""
     rollouts: tuple[Rollout, ...]
     """In the order they are consumed: completion order for single rollouts."""
     advantages: tuple[float, ...] | None = None
@@ -224,7 +239,7 @@ class Snapshot:
     location: str
     """Folder with config and safetensors."""
     checksum: str
-    """Of the weight file."""
+    """Of the weight files, as `store.snapshots.folder_checksum` makes it; engines compare it before they load."""
     probe_token_ids: tuple[int, ...] = ()
     """A short fixed sequence that the engine scores after loading."""
     probe_logprobs: tuple[float, ...] = ()

@@ -12,6 +12,7 @@ from sao.engines.protocol import Sampling, complete
 from sao.engines.settings import EngineConfig
 from sao.models.load import ModelConfig, load_causal_lm, save_model
 from sao.models.scoring import action_logprobs, sequence_logprobs
+from sao.store.snapshots import folder_checksum
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 VOCABULARY = 61
@@ -47,7 +48,7 @@ def snapshot(model: PreTrainedModel, folder: Path, version: int) -> Snapshot:
         version=version,
         parent=None,
         location=str(target),
-        checksum="",
+        checksum=folder_checksum(target),
         probe_token_ids=PROBE,
         probe_logprobs=tuple(sequence_logprobs(model, PROBE).tolist()),
     )

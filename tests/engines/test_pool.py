@@ -220,6 +220,8 @@ def test_weights_that_no_replica_takes_leave_them_serving(tmp_path: Path):
         assert set(versions_of(await answer(pool, [1]))) == {1}
         health = await pool.health()
         assert (health.version, health.replicas, health.taken_out) == (1, 2, 0)
+        # Both replicas read it; the damaged one, of which nothing was taken, does not count.
+        assert health.update_bytes == 2 * (Path(first.location) / "model.safetensors").stat().st_size
         await pool.stop()
 
     run(play)

@@ -48,6 +48,8 @@ def test_the_life_of_an_engine_process(tmp_path: Path):
                 await answer(engine, [61])
             with pytest.raises(EngineError, match="no model folder"):
                 await engine.load(replace(second, location="/nonexistent"))
+            with pytest.raises(EngineError, match=r"version-2/model\.safetensors was damaged or replaced"):
+                await engine.load(replace(second, checksum=first.checksum))
             running = asyncio.ensure_future(answer(engine, [1], seed=9, max_tokens=120))
             os.kill(engine.process_id, signal.SIGINT)
             await engine.load(second)
@@ -134,7 +136,7 @@ from sao.engines.settings import EngineConfig
 from sao.types import Snapshot
 
 async def main():
-    snapshot = Snapshot(version=1, parent=None, location=sys.argv[1], checksum="")
+    snapshot = Snapshot(version=1, parent=None, location=sys.argv[1], checksum=sys.argv[2])
     engine = await ProcessEngine.start(snapshot, EngineConfig(max_context=128))
     print(engine.process_id, engine.address, flush=True)
     await asyncio.sleep(60)
@@ -145,8 +147,9 @@ asyncio.run(main())
 
 def test_the_child_ends_when_its_parent_is_killed(tmp_path: Path):
     """Catches engine processes that stay behind, holding memory and a core, after kill -9 of the run."""
-    location = snapshot(tiny(1), tmp_path, 1).location
-    with subprocess.Popen([sys.executable, "-c", PARENT, location], stdout=subprocess.PIPE, text=True) as parent:
+    first = snapshot(tiny(1), tmp_path, 1)
+    command = [sys.executable, "-c", PARENT, first.location, first.checksum]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child, address = parent.stdout.readline().split()
         assert is_running(int(child))

@@ -66,6 +66,7 @@ def test_an_update_in_mid_stream_has_exact_boundaries(transport: str, tmp_path: 
         assert health.recomputed_tokens > 0
         assert health.running == 0
         assert health.update_seconds > 0
+        assert health.update_bytes == (Path(snapshots[3].location) / "model.safetensors").stat().st_size
         resumed = [place for place, call in enumerate(server.calls) if call == "POST /resume"]
         assert len(resumed) == 3
         for place in resumed[1:]:
@@ -163,8 +164,9 @@ def test_a_half_written_snapshot_stops_nothing(tmp_path: Path):
         engine = await VllmEngine.connect(server.address, first, ENGINE, CONFIG)
         calls = server.calls.count("POST /pause")
         for broken, message in (
-            (second, "is cut or damaged"),
-            (replace(second, location=str(tmp_path / "nowhere")), "is no model folder"),
+            (second, "is cut short or damaged"),
+            (replace(first, version=4, checksum="crc32c:00000000"), "was damaged or replaced"),
+            (replace(second, location=str(tmp_path / "nowhere")), "no model folder"),
         ):
             with pytest.raises(EngineError, match=message):
                 await engine.load(broken)

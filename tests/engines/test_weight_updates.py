@@ -131,14 +131,21 @@ def test_weights_that_fail_the_probe_are_not_kept(tmp_path: Path):
 
 
 def test_an_unreadable_snapshot_is_an_error_that_names_it(tmp_path: Path):
-    """Catches an engine that stops, or goes on without a word, when a snapshot was deleted or cut short."""
+    """Catches an engine that stops, or goes on without a word, when a snapshot was deleted, cut short or changed by a
+    bit that its probe need not notice."""
     first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)
     file = Path(second.location) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+    whole = file.read_bytes()
 
     async def play() -> None:
         engine = LocalEngine.from_snapshot(first, RealClock(), SMALL)
-        with pytest.raises(EngineError, match=r"version 2 was not loaded: weight file .*model.safetensors.* corrupt"):
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(EngineError, match=r"version 2 was not loaded: .*model\.safetensors was damaged"):
+            await engine.load(second)
+        with pytest.raises(EngineError, match=r"version 2: .*model\.safetensors was damaged or replaced"):
+            LocalEngine.from_snapshot(second, RealClock(), SMALL)
+        file.write_bytes(whole[:-100])
+        with pytest.raises(EngineError, match=r"version 2 was not loaded: .*model\.safetensors is cut short"):
             await engine.load(second)
         shutil.rmtree(second.location)
         with pytest.raises(EngineError, match="there is no model folder"):

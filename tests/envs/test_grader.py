@@ -130,10 +130,10 @@ def test_a_large_gold_answer_is_still_graded(grader: MathGrader) -> None:
 
 def test_a_hung_grading_is_a_failure_of_the_world_and_the_next_one_works() -> None:
     """Catches reward 0 for a right answer that could not be checked, and a pool that loses a process per hang."""
-    pool = MathGrader(GraderConfig(workers=1, timeout_s=1.5))
+    pool = MathGrader(GraderConfig(workers=1, timeout_s=5.0))
     assert pool.grade(task("1/2"), "2/4").reward == 1.0
     (hanging,) = pool._running
-    with pytest.raises(WorldError, match=r"took more than 1\.5 s"):
+    with pytest.raises(WorldError, match=r"took more than 5 s"):
         pool.grade(task("3"), "\\binom{10^9}{10^8}")
     assert hanging.process.returncode is not None
     assert len(pool._running) == 0

@@ -29,6 +29,7 @@ from sao.models.load import (
     read_weights,
     save_model,
 )
+from sao.store.snapshots import folder_checksum
 from sao.types import Snapshot
 
 TINY = ModelConfig(vocab_size=40, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
@@ -134,7 +135,7 @@ def test_a_head_that_caps_its_logits_is_refused_wherever_a_run_meets_it(capped: 
     as it is, so a check at its first reading alone is never made."""
     config = RunConfig(model=ModelConfig(path=str(capped)))
     assert prepare_model(config, tmp_path / "tokenizer", tmp_path / "start") == capped
-    snapshot = Snapshot(version=0, parent=None, location=str(capped), checksum="", probe_token_ids=(), probe_logprobs=())
+    snapshot = Snapshot(version=0, parent=None, location=str(capped), checksum=folder_checksum(capped))
     for load in (
         lambda: make_core(config, capped, tmp_path / "snapshots"),
         lambda: load_folder(capped),

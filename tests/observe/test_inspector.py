@@ -9,7 +9,7 @@ from run_examples import make_rollout, make_run
 
 from sao.observe.inspector import format_rollout, format_summaries, inspect_rollout, mask_decision, summarise
 from sao.store.log import RolloutLogWriter
-from sao.store.records import Finished, Published, TokenRecord, Trained
+from sao.store.records import AttemptEnded, Finished, Published, TokenRecord, Trained
 from sao.store.run_folder import RunFolder
 from sao.types import FailureKind, Rollout, Sequence, Snapshot, StopReason
 
@@ -119,11 +119,11 @@ def test_the_list_of_rollouts(run: Path) -> None:
 
 def test_a_rollout_that_is_not_there(run: Path, tmp_path: Path) -> None:
     """Would catch an error that does not help to find the right id."""
-    with pytest.raises(ValueError, match=r"no finished rollout 'a@1'.*a@0"):
+    with pytest.raises(ValueError, match=r"no rollout 'a@1'.*a@0"):
         inspect_rollout(run, "a@1")
     empty = make_run(tmp_path / "empty", steps=0)
     assert list(summarise(empty)) == []
-    with pytest.raises(ValueError, match="no finished rollout yet"):
+    with pytest.raises(ValueError, match="no rollout yet"):
         inspect_rollout(empty, "x")
 
 
@@ -147,6 +147,34 @@ def test_a_retried_attempt_says_so(run: Path) -> None:
         )
         writer.close()
     assert {row.id: row.fate for row in summarise(run)} == {"a@0": "trained", "b.0": "retried", "b.1": "waiting"}
+
+
+def test_failed_attempts_are_shown_with_their_tokens(run: Path) -> None:
+    """Would catch sampled tokens of which nobody can say what became of them: those of an attempt that failed."""
+    failed = replace(hand_made(), failure=FailureKind.INFRASTRUCTURE, failure_text="gone", stop_reason=StopReason.ERROR)
+    with RunFolder.resume(run) as folder:
+        writer = RolloutLogWriter(folder.log, inline=True)
+        for name, rollout in (("c@0", replace(failed, id="c@0", task_id="c")), ("c@1", None), ("a@7", failed)):
+            kind = FailureKind.INFRASTRUCTURE
+            ended = AttemptEnded(rollout_id=name, failure=kind, failure_text="gone", retried=True, rollout=rollout)
+            writer.append(ended)
+        last = replace(hand_made(), id="c@2", task_id="c", attempt=2)
+        writer.append(Finished(rollout=last, position=2))
+        writer.close()
+    inspected = inspect_rollout(run, "c@2")
+    assert [(each.rollout_id, each.failure) for each in inspected.failed_attempts] == [
+        ("c@0", "infrastructure (gone)"),
+        ("c@1", "infrastructure (gone)"),
+    ]
+    assert [token.token_id for token in inspected.failed_attempts[0].sequences[0]] == [5, 6, 7, 8, 9, 4]
+    lines = list(format_rollout(inspected))
+    assert "failed attempt c@0  failure: infrastructure (gone)  played again" in lines
+    assert "attempt 0  tokens 6 (3 sampled)" in lines
+    assert "its tokens are not in the log" in lines
+    assert [sum(f"<{token}>" in line for line in lines) for token in (7, 8, 4)] == [2, 2, 2]
+    # One that failed can be asked for by its own id, and is in the list.
+    assert inspect_rollout(run, "c@0").rollout.failure_text == "gone"
+    assert {row.id: row.fate for row in summarise(run)}["c@0"] == "retried"
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_a_smaller_window_keeps_the_newest() -> None:
         ({"spo_rho_max": 1.0}, "0 <= min <= max < 1"),
         ({"spo_half_life": 0.0}, r"baseline\.spo_half_life is 0\.0"),
         ({"std_floor": -1.0}, r"baseline\.std_floor is -1\.0"),
+        ({"std_floor": 0.0}, "a group of equal rewards would be 0 / 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes: dict[str, float], said: str) -> None:

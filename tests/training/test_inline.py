@@ -9,9 +9,10 @@ from training_toys import make_batch, make_core, weights
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.clock import RealClock, VirtualClock, run_virtual
+from sao.models.load import read_weights
 from sao.training.inline import InlineTrainer, TrainerCost
 from sao.training.value_pretraining import ValuePretrainingConfig
-from sao.training.weights import SnapshotStore, read_snapshot
+from sao.training.weights import SnapshotStore
 from sao.types import Batch
 
 
@@ -39,10 +40,10 @@ def test_the_snapshot_leaves_before_the_critic_trains(tmp_path: Path):
         assert update.snapshot is not None
         assert (update.snapshot.version, update.snapshot.parent) == (1, 0)
         assert all(torch.equal(w, critic_before[n]) for n, w in weights(core.critic).items())  # type: ignore[arg-type]
-        moved = read_snapshot(update.snapshot, core.actor)
+        moved = read_weights(update.snapshot.location, core.actor)
         assert not torch.equal(
             moved["lm_head.weight" if "lm_head.weight" in moved else "model.embed_tokens.weight"],
-            read_snapshot(first, core.actor)["model.embed_tokens.weight"],
+            read_weights(first.location, core.actor)["model.embed_tokens.weight"],
         )
         report = await trainer.update_critic()
         seconds = {key: metric.value for key, metric in report.metrics.items() if key.startswith("time/")}

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from training_toys import make_actor, make_batch, make_rollout, make_sequence, weights
 
 from sao.algorithm.sao import AlgorithmConfig
+from sao.models.load import read_weights
 from sao.training.checkpoint import load_trainer, save_trainer
 from sao.training.core import TrainerCore
 from sao.training.critic import Critic
 from sao.training.parallel import ONE_RANK, OneRank
 from sao.training.settings import TrainerConfig
 from sao.training.value_pretraining import ValuePretrainingConfig
-from sao.training.weights import SnapshotStore, read_snapshot
+from sao.training.weights import SnapshotStore
 from sao.types import Batch
 
 SHAPE = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
@@ -269,7 +270,7 @@ def test_a_snapshot_is_the_plain_folder_that_one_rank_writes(pool: RankPool, tmp
     assert first.checksum == expected.checksum
     assert first.probe_logprobs == pytest.approx(expected.probe_logprobs, abs=1e-5)
     actor = make_actor("qwen3_moe", seed=4, **SHAPE)
-    assert gap(read_snapshot(first, actor), read_snapshot(expected, actor)) == 0
+    assert gap(read_weights(first.location, actor), read_weights(expected.location, actor)) == 0
 
 
 def test_settings_that_do_not_fit_are_refused():

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from sao.algorithm.checks import check_shapes
 
+AdvantageName = Literal["skip_observation", "observation_inclusive", "step_mean", "step_last", "given"]
+"""What a configuration calls the forms of GAE below; given: a baseline's numbers instead."""
+
 
 def length_adaptive_lambda(num_action_tokens: Tensor, *, alpha: float) -> Tensor:
     """Lambda of the actor's GAE: max(0, 1 - 1 / (alpha * l)).

@@ -26,7 +26,9 @@ class PolicyDiagnostics:
     ratio_sum: float = 0.0
     """Of actor probability / rollout probability."""
     ratio_square_sum: float = 0.0
+    """Of the ratio squared, for the effective sample size."""
     ratio_max: float = 0.0
+    """Largest ratio; 0 before there is a token."""
     k3_sum: float = 0.0
     """Of ratio - 1 - log ratio, an estimate of KL(rollout || actor) in nats that is never negative."""
     entropy_sum: float = 0.0

@@ -1,8 +1,7 @@
 """Single-Rollout Asynchronous Optimization (arXiv 2607.07508) on one page.
 
 An agent is trained from single finished rollouts, in the order in which they finish: no group, no barrier. One step:
-    batch  = the next 128 rollouts, one per prompt            values = critic(batch), before any update
-    targets(rewards, values)                                  fixed from here on
+    batch  = the next 128 rollouts, one per prompt            values = critic(batch), targets(rewards, values): fixed
     actor_loss   -> one actor update    -> publish            engines take the weights with rollouts in flight
     critic_loss  -> K = 2 critic updates                      attention frozen, pretrained before RL starts
 By the paper's letter: DIS (eq. 1 to 3), skip-observation GAE (eq. 4, 5), length-adaptive lambda, critic lambda 1.
@@ -21,14 +20,12 @@ import sao.algorithm.losses as losses
 from sao.algorithm.checks import check_settings
 from sao.algorithm.diagnostics import PolicyDiagnostics
 
-AdvantageName = Literal["skip_observation", "observation_inclusive", "step_mean", "step_last", "given"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """Which functions make a step's targets and losses, and their numbers."""
 
-    advantage: AdvantageName = "skip_observation"
+    advantage: adv.AdvantageName = "skip_observation"
     """Steps of the GAE (paper: action tokens). given: one number per rollout from a baseline, no critic."""
     policy_loss: Literal["dis", "none", "ppo_clip", "decoupled_ppo", "icepop"] = "dis"
     """Correction for the age of tokens (paper: dis). All ratios are against the recorded log-probs; none is 1."""
@@ -79,12 +76,15 @@ class Targets:
     advantages: Tensor
     """0 off action tokens; whitened if `whitened`."""
     returns: Tensor
+    """What V is fitted to; 0 off `value_mask`."""
     value_mask: Tensor
     """Bool: where there are returns to fit, which are the action tokens unless configured otherwise."""
     advantage_mean: float
-    """Before whitening, over action tokens; so is the deviation."""
+    """Before whitening, over action tokens."""
     advantage_std: float
+    """As advantage_mean; 0 for a constant batch."""
     whitened: bool
+    """Whether the advantages were scaled; a batch of equal rewards is not."""
 
 
 def targets(

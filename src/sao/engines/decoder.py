@@ -37,13 +37,19 @@ class Generation:
     """One request for tokens."""
 
     session: str
+    """Whose cache it goes on with; one generation at a time."""
     token_ids: NDArray[np.int64]
+    """Prompt (T,), checked against the vocabulary."""
     max_tokens: int
+    """Most tokens to sample after the prompt."""
     sampling: Sampling
+    """Distribution and seed of the draws."""
     deliver: Callable[[TokenChunk | EngineError], None]
     """Takes each chunk, or the error that ends the stream."""
     cancelled: bool = False
+    """An end was asked for, and comes between two steps."""
     ended: bool = False
+    """Its last chunk, or an error, has been delivered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +74,7 @@ class Plan:
     """What the next step will compute."""
 
     fills: list[_Fill] = field(default_factory=list)
+    """Pieces of prompts to put into the cache before the decode step, oldest session first."""
     decoded: int = 0
     """Rows of the decode step."""
 
@@ -192,13 +199,8 @@ class Decoder:
 
     def flush(self) -> list[Delivery]:
         """Give out every sampled token that is still held back."""
-        return [
-            self._chunk(seat, None)
-            for seat in self._seats
-            if seat is not None
-            and seat.generation
-            and self._numbers[seat.row, LENGTH] > self._numbers[seat.row, EMITTED]
-        ]
+        held = self._numbers[:, LENGTH] > self._numbers[:, EMITTED]
+        return [self._chunk(seat, None) for seat in self._seats if seat and seat.generation and held[seat.row]]
 
     def replace_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take weights by name without touching the cache; returns the former ones."""

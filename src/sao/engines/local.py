@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from sao.clock import Clock, Tasks
 from sao.engines.decoder import Decoder, Delivery, Generation
-from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
 from sao.engines.settings import EngineConfig, EngineCost
 from sao.models.load import DTYPES, find_device, load_folder, read_weights
+from sao.store.snapshots import check_snapshot
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ class _Swap:
 
     snapshot: Snapshot
     weights: Mapping[str, Tensor]
+    size: int
+    """Bytes that were read."""
     done: asyncio.Future[None]
 
 
@@ -72,19 +75,21 @@ class LocalEngine:
         self._failure = ""
         self._busy_seconds = 0.0
         self._probe_gap = 0.0
+        self._update_bytes = 0
 
     @classmethod
     def from_snapshot(
         cls, snapshot: Snapshot, clock: Clock, config: EngineConfig | None = None, cost: EngineCost | None = None
     ) -> "LocalEngine":
-        """An engine that holds a published snapshot, proved by its probe. Raises EngineError."""
+        """An engine that holds a published snapshot, proved by its checksum and its probe. Raises EngineError."""
         config = config or EngineConfig()
         try:
+            size = check_snapshot(snapshot)
             model = load_folder(snapshot.location, dtype=DTYPES[config.dtype], device=config.device)
         except Exception as error:
             raise EngineError(f"policy version {snapshot.version}: {_told(error)}") from error
         engine = cls(model, clock, config, cost, version=snapshot.version)
-        engine._probe_gap = engine._prove(snapshot)
+        engine._probe_gap, engine._update_bytes = engine._prove(snapshot), size
         return engine
 
     def submit(
@@ -174,6 +179,7 @@ class LocalEngine:
             recomputed_tokens=self._decoder.recomputed_tokens,
             busy_seconds=self._busy_seconds,
             probe_gap=self._probe_gap,
+            update_bytes=self._update_bytes,
         )
 
     async def stop(self) -> None:
@@ -255,11 +261,11 @@ class LocalEngine:
             snapshot = requests[-1][0]
             failure = ""
             try:
-                weights = await self._clock.external(
-                    lambda snapshot=snapshot: read_weights(snapshot.location, self._decoder.model),
+                weights, size = await self._clock.external(
+                    lambda snapshot=snapshot: self._read(snapshot),
                     cost=self._cost.load_seconds,
                 )
-                self._swap = _Swap(snapshot, weights, asyncio.get_running_loop().create_future())
+                self._swap = _Swap(snapshot, weights, size, asyncio.get_running_loop().create_future())
                 self._notify()
                 await self._swap.done
             except Exception as error:  # whatever a damaged file or torch raises must reach who asked, who would hang
@@ -273,6 +279,11 @@ class LocalEngine:
                 else:
                     done.set_result(None)
 
+    def _read(self, snapshot: Snapshot) -> tuple[dict[str, Tensor], int]:
+        """The weights, if they are what was published, and their bytes; in a thread, while decoding goes on."""
+        size = check_snapshot(snapshot)
+        return read_weights(snapshot.location, self._decoder.model), size
+
     async def _take_weights(self, swap: _Swap) -> None:
         """Between two steps: give out what the former version sampled, swap, prove, and go on or go back."""
         self._swap = None
@@ -285,21 +296,17 @@ class LocalEngine:
             self._decoder.replace_weights(former)
             swap.done.set_exception(error)
             return
-        self._decoder.version = swap.snapshot.version
+        self._decoder.version, self._update_bytes = swap.snapshot.version, swap.size
         if self._config.mode == "recompute":
             self._decoder.invalidate()
         swap.done.set_result(None)
 
     def _prove(self, snapshot: Snapshot) -> float:
         """Largest gap between own and trainer's log-probs on the probe; raises EngineError if it is too large."""
-        tokens, expected = snapshot.probe_token_ids, snapshot.probe_logprobs
-        if len(tokens) < 2:
+        tokens, expected = probe_of(snapshot, longest=self._config.max_context)
+        if not tokens:
             return 0.0
-        if len(expected) != len(tokens) - 1 or len(tokens) > self._config.max_context:
-            raise EngineError(
-                f"the probe of version {snapshot.version} has {len(tokens)} tokens, {len(expected)} log-probs"
-            )
-        gap = float(np.abs(self._decoder.score(tokens) - np.array(expected, dtype=np.float32)).max())
+        gap = float(np.abs(self._decoder.score(tokens) - expected).max())
         if not gap <= self._config.probe_tolerance:
             raise EngineError(
                 f"policy version {snapshot.version} fails its probe: log-probs differ from the trainer's by {gap:g},"

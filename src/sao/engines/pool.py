@@ -207,6 +207,7 @@ class EnginePool:
             cpu_seconds=None if None in cpu else sum(filter(None, cpu)),
             probe_gap=max((health.probe_gap for health in now), default=0.0),
             update_seconds=max((health.update_seconds for health in now), default=0.0),
+            update_bytes=sum(health.update_bytes for health in now),
             replicas=len(self._serving),
             taken_out=self._taken_out,
         )

@@ -21,6 +21,7 @@ class Sampling:
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
+    """Share of probability, in (0, 1], that the most likely tokens to draw from must reach; 1 draws from all."""
     stop_token_ids: tuple[int, ...] = ()
     """A sampled stop token ends the generation and is part of it."""
     seed: int = 0
@@ -43,6 +44,7 @@ class EngineHealth:
     running: int
     """Generations under way."""
     generated_tokens: int
+    """Tokens sampled, of whatever became of their rollouts."""
     recomputed_tokens: int
     """Tokens whose cache entries were rebuilt after a weight update or an eviction."""
     busy_seconds: float
@@ -53,6 +55,8 @@ class EngineHealth:
     """Core-seconds of the engine's process since it started; None where it has none of its own, or does not tell."""
     update_seconds: float = 0.0
     """Seconds for which the last weight update stopped generation; 0 where it goes on."""
+    update_bytes: int = 0
+    """Bytes of the weights that the last update moved: read from the snapshot's files, or sent to a server."""
     replicas: int = 1
     """Engines that serve."""
     taken_out: int = 0
@@ -83,8 +87,8 @@ class Engine(Protocol):
     async def load(self, snapshot: Snapshot) -> None:
         """Take new weights between two decode steps, generations going on, and prove them by the probe.
 
-        Returns when later tokens carry the snapshot's version. Raises EngineError if the probe does not match; then
-        the old weights and the old version stay in force.
+        Returns when later tokens carry the snapshot's version. Raises EngineError if its files are not what was
+        published, by its checksum, or if the probe does not match; then the old weights and version stay in force.
         """
         ...
 
@@ -110,6 +114,22 @@ def checked_tokens(token_ids: Sequence[int], max_tokens: int, sampling: Sampling
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
         raise ValueError(f"temperature {sampling.temperature} must be at least 0 and top_p {sampling.top_p} in (0, 1]")
     return tokens
+
+
+def probe_of(snapshot: Snapshot, *, longest: int) -> tuple[tuple[int, ...], NDArray[np.float64]]:
+    """Tokens (T,) of a snapshot's probe, and the trainer's log-probs (T-1,) of all but the first; empty if it has none.
+
+    Raises EngineError for a probe that does not fit itself, or is of more than `longest` tokens.
+    """
+    tokens, expected = snapshot.probe_token_ids, np.array(snapshot.probe_logprobs, dtype=np.float64)
+    if len(tokens) < 2:
+        return (), expected[:0]
+    if len(expected) != len(tokens) - 1 or len(tokens) > longest:
+        raise EngineError(
+            f"the probe of policy version {snapshot.version} has {len(tokens)} tokens and {len(expected)} log-probs; "
+            f"the engine takes at most {longest} tokens (engine.max_context), with a log-prob for each but the first"
+        )
+    return tokens, expected
 
 
 async def complete(

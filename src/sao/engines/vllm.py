@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from sao.clock import Signal, Tasks
-from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens
+from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
 from sao.engines.sampling import splitmix64
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
 from sao.engines.vllm_http import Piece, VllmHttp
 from sao.engines.vllm_server import VllmServer
 from sao.engines.vllm_settings import VllmConfig
-from sao.engines.vllm_transports import Transport, check_whole, make_transport
+from sao.engines.vllm_transports import Transport, make_transport
+from sao.store.snapshots import check_snapshot
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 UNPROVED = -1
@@ -86,8 +87,8 @@ class VllmEngine:
         self._tasks = Tasks()
         self._generated = self._recomputed = 0
         self._busy_seconds, self._busy_since = 0.0, 0.0
-        self._probe_gap = self.update_seconds = 0.0
-        self.update_bytes = 0
+        self._probe_gap = self._update_seconds = 0.0
+        self._update_bytes = 0
 
     @classmethod
     async def connect(
@@ -188,7 +189,8 @@ class VllmEngine:
             recomputed_tokens=self._recomputed,
             busy_seconds=running,
             probe_gap=self._probe_gap,
-            update_seconds=self.update_seconds,
+            update_seconds=self._update_seconds,
+            update_bytes=self._update_bytes,
         )
 
     async def stop(self) -> None:
@@ -291,7 +293,10 @@ class VllmEngine:
 
     async def _take(self, snapshot: Snapshot) -> None:
         """Replace the weights. Before the pause an error changes nothing; after it, the server is unproved."""
-        size = await asyncio.to_thread(check_whole, snapshot)
+        try:
+            size = await asyncio.to_thread(check_snapshot, snapshot)
+        except (ValueError, OSError) as error:
+            raise EngineError(f"policy version {snapshot.version} was not loaded: {error}") from error
         if snapshot_vocabulary(snapshot.location) != self._vocab_size:
             raise EngineError(f"policy version {snapshot.version} has another vocabulary than the server's model")
         began, former = time.monotonic(), self._version
@@ -306,7 +311,7 @@ class VllmEngine:
             self._unprove(f"policy version {snapshot.version} was not loaded: {error}")
             raise
         self._version, self._open = snapshot.version, True
-        self.update_seconds, self.update_bytes = time.monotonic() - began, size
+        self._update_seconds, self._update_bytes = time.monotonic() - began, size
         self._changed.notify()
 
     async def _drain(self) -> None:
@@ -321,11 +326,10 @@ class VllmEngine:
 
     async def _prove(self, snapshot: Snapshot, former: int) -> float:
         """Largest gap between the server's and the trainer's log-probs on the probe; raises if it is too large."""
-        tokens, expected = snapshot.probe_token_ids, np.array(snapshot.probe_logprobs, dtype=np.float64)
-        if len(tokens) < 2:
+        # To score a prompt, vLLM samples a token after it.
+        tokens, expected = probe_of(snapshot, longest=self._config.max_context - 1)
+        if not tokens:
             return 0.0
-        if len(expected) != len(tokens) - 1 or len(tokens) >= self._config.max_context:
-            raise EngineError(f"the probe has {len(tokens)} tokens and {len(expected)} log-probs")
         measured = np.array(await self._server.score(tokens, cache_salt=f"version-{snapshot.version}"))
         gap = float(np.abs(measured - expected).max())
         last_measured, last_expected = self._measured, self._expected

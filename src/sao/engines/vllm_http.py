@@ -24,7 +24,9 @@ class Piece:
     """What one event of a completion brought."""
 
     token_ids: tuple[int, ...]
+    """Tokens sampled since the event before, in order."""
     logprobs: tuple[float, ...]
+    """One per token, in nats, of the distribution sampled from."""
     finish: str
     """"" while it goes on, else "stop", "length" or "abort"."""
 
@@ -34,18 +36,23 @@ class ServerFacts:
     """What a server says of itself. An empty string or 0 where it does not say."""
 
     version: str
+    """Release of vLLM, such as "0.32.0"."""
     model: str
     """Name to ask for."""
     max_context: int
+    """Longest prompt and answer together that it takes, in tokens."""
     development: bool
     """Whether it has the routes of weight updates."""
     dtype: str = ""
+    """Type of its weights, without "torch."."""
     logprobs_mode: str = ""
+    """Which log-probs it reports; only "processed_logprobs" are of the distribution sampled from."""
     transport: str = ""
     """Backend of its weight transfer."""
     device: str = ""
     """"cpu" or "cuda"."""
     chunked_prefill: bool = False
+    """Whether it computes long prompts in several steps."""
     workers: int = 1
     """Processes that hold weights."""
 

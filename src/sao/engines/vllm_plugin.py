@@ -112,6 +112,7 @@ def _folder_backend() -> Any:
     @dataclass
     class FolderUpdate(base.WeightTransferUpdateInfo):  # type: ignore[misc]
         folder: str
+        """Absolute path of the snapshot, as this machine sees it."""
 
     class FolderEngine(_checkpoint_engine()):
         init_info_cls, update_info_cls = FolderInit, FolderUpdate
@@ -131,16 +132,24 @@ def _gloo_backend() -> Any:
     @dataclass
     class GlooInit(base.WeightTransferInitInfo):  # type: ignore[misc]
         master_address: str
+        """Host of rank 0, which sends."""
         master_port: int
+        """TCP port at which rank 0 waits for the workers."""
         rank_offset: int
+        """Rank of the server's first worker."""
         world_size: int
+        """The sender and all workers."""
         timeout_s: float = 120.0
+        """Longest wait for the others, to meet and in each broadcast."""
 
     @dataclass
     class GlooUpdate(base.WeightTransferUpdateInfo):  # type: ignore[misc]
         names: list[str]
+        """Of the weights, in the order in which they are broadcast."""
         dtype_names: list[str]
+        """Type of each, without "torch."."""
         shapes: list[list[int]]
+        """Shape of each."""
 
     class GlooEngine(_checkpoint_engine()):
         init_info_cls, update_info_cls, group = GlooInit, GlooUpdate, None

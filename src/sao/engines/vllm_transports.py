@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-
 from sao.engines.protocol import EngineError
 from sao.engines.vllm_http import VllmHttp
 from sao.engines.vllm_plugin import broadcast, join_gloo, tensors_of
@@ -33,27 +31,6 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Release what the transport holds. Safe to call twice."""
         ...
-
-
-def check_whole(snapshot: Snapshot) -> int:
-    """Bytes of a snapshot's weights. Raises EngineError, before a server is touched, if a file is missing or cut."""
-    folder = Path(snapshot.location)
-    files = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not files:
-        raise EngineError(
-            f"policy version {snapshot.version} was not loaded: {folder} is no model folder (config.json and "
-            "*.safetensors); it is not written to its end, or was pruned"
-        )
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise EngineError(
-                f"policy version {snapshot.version} was not loaded: {file} is cut or damaged ({error}); publish the "
-                "version again"
-            ) from error
-    return sum(file.stat().st_size for file in files)
 
 
 class FolderTransport:

@@ -53,7 +53,9 @@ class Interpreter:
     """A Python and the folders it needs."""
 
     executable: str
+    """Path to start it by."""
     prefixes: tuple[str, ...]
+    """Folders that it reads its library from, links followed."""
     open_to_all: bool
     """Whether another user can read it."""
 
@@ -63,6 +65,7 @@ class Launcher:
     """One way to start a sandbox."""
 
     binary: str
+    """Path of bubblewrap's program."""
     privileges: Privileges
     """"other_user": root becomes a user of its own; "user_namespace": a user that exists inside only."""
 

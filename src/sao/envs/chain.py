@@ -83,8 +83,11 @@ class Chain:
     """The arithmetic of a task: value i + 1 is value i, operator i, operand i."""
 
     start: int
+    """Value 0, which the question gives."""
     operators: tuple[str, ...]
+    """One per step: a sign that `apply` knows."""
     operands: tuple[int, ...]
+    """Right-hand side of each step."""
     names: tuple[str, ...]
     """One per step."""
 

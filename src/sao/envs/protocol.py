@@ -20,6 +20,7 @@ class Step:
     reward: float = 0.0
     """Credited to the last token of the action."""
     done: bool = False
+    """Whether the episode is over; no step may follow."""
     tool_seconds: float = 0.0
     """Seconds of the clock spent in the policy's own tool call."""
 
@@ -58,6 +59,7 @@ class Grade:
     """A verdict on an answer."""
 
     reward: float
+    """Credited to the answer: 1 if right, else 0, unless the grader says otherwise."""
     method: str
     """How it was reached: "exact", "math-verify", "unparsed"."""
 
@@ -79,12 +81,15 @@ class ToolResult:
     """What running a piece of code gave."""
 
     output: str
+    """What the policy is shown: what was printed, the value, or the error."""
     ok: bool
     """False when the code raised or was stopped."""
     timed_out: bool = False
+    """Its own limit of time ended it."""
     truncated: bool = False
     """Output was longer than the limit and was cut."""
     out_of_memory: bool = False
+    """Its limit of memory ended it."""
 
 
 class CodeTool(Protocol):

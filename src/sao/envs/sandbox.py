@@ -25,8 +25,11 @@ class Execution:
     output: str
     """Standard output and error, in the order written, and a line in brackets for each limit that was met."""
     truncated: bool = False
+    """The middle of the output was cut, for its length."""
     out_of_memory: bool = False
+    """A limit on memory ended it."""
     timed_out: bool = False
+    """The limit on time ended it."""
     lost: bool = False
     """Whether what ran in the sandbox was ended: the interpreter's variables are gone."""
 

@@ -72,9 +72,11 @@ class Child:
     """A process of the agent and the pipe that it prints to."""
 
     pid: int
+    """As the agent sees it, within the sandbox."""
     handle: int
     """Becomes readable when the process ends."""
     output: int
+    """Descriptor of the pipe's reading end."""
     link: socket.socket | None = None
     """To the interpreter."""
 

@@ -91,7 +91,9 @@ class World:
     """Makes environments; holds the grader's pool, which `stop` ends."""
 
     make_environment: EnvironmentFactory
+    """Gives a fresh one for each episode."""
     grader: Grader
+    """Judges answers for all of them."""
 
     def stop(self) -> None:
         """Release the grader. Safe to call twice."""

@@ -27,9 +27,11 @@ class Trace:
     """One played episode."""
 
     task_id: str
+    """Of the task that was played; several traces may share it."""
     messages: tuple[Message, ...]
     """From the opening to the last assistant message; only assistant messages are to be imitated."""
     reward: float
+    """Sum over the episode; above 0 counts as right."""
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> int:

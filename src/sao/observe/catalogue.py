@@ -16,11 +16,13 @@ class Plot:
     name: str
     """Name of the file, without ".png"."""
     title: str
+    """Heading in the report."""
     caption: str
     """What it shows, and what is healthy."""
     needs: str
     """What is missing where the figure cannot be drawn."""
     draw: Callable[[RunData], Figure | None]
+    """Gives the figure, or None where the run lacks what it needs."""
 
 
 PLOTS: tuple[Plot, ...] = (

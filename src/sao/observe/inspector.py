@@ -1,4 +1,8 @@
-"""Rollouts of a run folder as text: which there are, and one of them token by token. Works on a dead run's folder."""
+"""Rollouts of a run folder as text: which there are, and one of them token by token. Works on a dead run's folder.
+
+A rollout that the loop took is a `finished` record of the log; an attempt that it played again, or gave up, is one of
+`attempt_ended`. Both hold tokens, and both are shown.
+"""
 
 import difflib
 import math
@@ -12,7 +16,7 @@ import numpy as np
 
 from sao.observe.run_data import ages_of
 from sao.store.log import read
-from sao.store.records import Finished, TokenRecord, Trained
+from sao.store.records import AttemptEnded, Finished, TokenRecord, Trained
 from sao.store.replay import Fate, LogState, TrainedStep, replay
 from sao.store.run_folder import RunFolder
 from sao.types import Rollout, Sequence
@@ -20,18 +24,28 @@ from sao.types import Rollout, Sequence
 Decode = Callable[[int], str]
 """The text of one token id."""
 
+_ENDS, _ENDED = ("finished", "attempt_ended"), (Finished, AttemptEnded)
+"""Kinds and classes of the records that hold a rollout."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
     """A rollout in one line."""
 
     id: str
+    """Task and attempt, as `inspect_rollout` takes it."""
     reward: float
+    """Sum over its tokens."""
     turns: int
+    """Turns of its longest sequence."""
     tokens: int
+    """Tokens over all sequences, sampled and observed."""
     action_tokens: int
+    """Those that the policy sampled."""
     stop: str
+    """Value of its StopReason."""
     failure: str
+    """Value of its FailureKind; "none" where nothing went wrong."""
     fate: str
     """Of its task; "retried" if another attempt at it came after."""
     step: int | None
@@ -45,20 +59,49 @@ class InspectedToken:
     """Everything known of one token; None where nobody wrote it."""
 
     index: int
+    """Place in its sequence, from 0."""
     token_id: int
+    """As the model knows it."""
     text: str
+    """Its piece of text on one line; the id in angle brackets without a decoder."""
     action: bool
+    """Whether the policy sampled it."""
     turn: int
+    """Turn that it belongs to, from 0."""
     reward: float
+    """What it earned; 0 off actions."""
     version: int | None = None
+    """Policy version that sampled it."""
     rollout_logprob: float | None = None
+    """Log-prob (nats) recorded when it was sampled."""
     actor_logprob: float | None = None
+    """Log-prob (nats) under the weights that computed the loss."""
     ratio: float | None = None
+    """exp(actor_logprob - rollout_logprob), at most e^50."""
     mask: str = ""
     """ "kept", or the side on which the loss cut it off: "low" or "high"; "" where that is not known."""
     value: float | None = None
+    """The critic's estimate before the step's updates; NaN without a critic."""
     advantage: float | None = None
+    """As the loss took it, whitened if the configuration says so."""
     returned: float | None = None
+    """The critic's target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FailedAttempt:
+    """Another attempt at a rollout's task, which ended without a rollout to train on."""
+
+    rollout_id: str
+    """Its own id, which `inspect_rollout` takes too."""
+    failure: str
+    """Value of its FailureKind, and what went wrong."""
+    retried: bool
+    """Whether the task was to be played again."""
+    rollout: Rollout | None
+    """What there was of it; None in logs of before it was kept."""
+    sequences: tuple[tuple[InspectedToken, ...], ...]
+    """Its tokens, by sequence; what only training computes is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,17 +109,23 @@ class InspectedRollout:
     """A rollout with what its training step computed."""
 
     rollout: Rollout
+    """As the log holds it."""
     summary: RolloutSummary
+    """The same in one line."""
     sequences: tuple[tuple[InspectedToken, ...], ...]
+    """Its tokens, by sequence."""
+    failed_attempts: tuple[FailedAttempt, ...] = ()
+    """The task's other attempts that failed, in the order in which they ended."""
 
 
 def summarise(folder: Path | str) -> Iterator[RolloutSummary]:
-    """All finished rollouts of a run folder, in the order of completion. Raises ValueError if it is none."""
+    """All rollouts of a run folder, failed attempts too, as they ended. Raises ValueError if it is no run folder."""
     log = RunFolder.open(folder).log
     state = replay(log)
     steps = {rollout_id: step for step in state.steps for rollout_id in step.rollout_ids}
-    for record in _finished(log):
-        yield _summary(record.rollout, state, steps.get(record.rollout.id))
+    for record in _ended(log):
+        if record.rollout is not None:
+            yield _summary(record.rollout, state, steps.get(record.rollout.id))
 
 
 def inspect_rollout(folder: Path | str, rollout_id: str, *, decode: Decode | None = None) -> InspectedRollout:
@@ -88,19 +137,19 @@ def inspect_rollout(folder: Path | str, rollout_id: str, *, decode: Decode | Non
     trained: tuple[TokenRecord, ...] = ()
     contents, seen = read(run.log), list[str]()
     for frame in contents.frames():
-        if frame.kind == "finished":
+        if frame.kind in _ENDS:
             name = frame.fields.get("rollout", {}).get("id")
             seen.append(str(name))
             record = contents.decode(frame) if name == rollout_id else None
-            found = record.rollout if isinstance(record, Finished) else found
+            found = record.rollout if isinstance(record, _ENDED) and record.rollout is not None else found
         elif frame.kind == "trained" and step is not None and _is_step(frame.fields, step):
             record = contents.decode(frame)
             if isinstance(record, Trained) and record.tokens:
                 trained = record.tokens[record.rollout_ids.index(rollout_id)]
     if found is None:
         close = difflib.get_close_matches(rollout_id, seen, n=3, cutoff=0.3) or seen[:3]
-        hint = f"Close to it: {', '.join(close)}" if close else "The log holds no finished rollout yet"
-        raise ValueError(f"no finished rollout {rollout_id!r} in {run.log}. {hint}; `sao inspect {run.path}` lists all")
+        hint = f"Close to it: {', '.join(close)}" if close else "The log holds no rollout yet"
+        raise ValueError(f"no rollout {rollout_id!r} in {run.log}. {hint}; `sao inspect {run.path}` lists all")
     algorithm = _algorithm(run.config)
     parts = trained or (None,) * len(found.sequences)
     return InspectedRollout(
@@ -109,6 +158,7 @@ def inspect_rollout(folder: Path | str, rollout_id: str, *, decode: Decode | Non
         sequences=tuple(
             _tokens(sequence, part, algorithm, decode) for sequence, part in zip(found.sequences, parts, strict=False)
         ),
+        failed_attempts=tuple(_other_attempts(run.log, found, decode)),
     )
 
 
@@ -137,9 +187,27 @@ def format_rollout(inspected: InspectedRollout, *, every_token: bool = False) ->
         + (f" ({rollout.failure_text})" if rollout.failure_text else "")
         + f"  fate of the task: {row.fate.replace('_', ' ')}"
     )
-    for index, tokens in enumerate(inspected.sequences):
+    yield from _sequence_lines(rollout, inspected.sequences, every_token)
+    for attempt in inspected.failed_attempts:
+        yield ""
+        yield (
+            f"failed attempt {attempt.rollout_id}  failure: {attempt.failure}  "
+            + ("played again" if attempt.retried else "given up")
+        )
+        if attempt.rollout is None:
+            yield "its tokens are not in the log"
+        else:
+            part = attempt.rollout
+            yield f"attempt {part.attempt}  tokens {part.num_tokens} ({part.num_action_tokens} sampled)"
+            yield from _sequence_lines(part, attempt.sequences, every_token)
+
+
+def _sequence_lines(
+    rollout: Rollout, sequences: tuple[tuple[InspectedToken, ...], ...], every_token: bool
+) -> Iterator[str]:
+    for index, tokens in enumerate(sequences):
         sequence = rollout.sequences[index]
-        if len(inspected.sequences) > 1:
+        if len(sequences) > 1:
             origin = "" if sequence.parent is None else f", from sequence {sequence.parent} at {sequence.branch_at}"
             yield f"sequence {index}{origin}"
         yield (
@@ -183,12 +251,27 @@ def _is_step(fields: Mapping[str, Any], step: TrainedStep) -> bool:
     return same and tuple(fields.get("rollout_ids", ())) == step.rollout_ids
 
 
-def _finished(log: Path) -> Iterator[Finished]:
+def _ended(log: Path, kinds: tuple[str, ...] = _ENDS) -> Iterator[Finished | AttemptEnded]:
     contents = read(log)
     for frame in contents.frames():
-        record = contents.decode(frame) if frame.kind == "finished" else None
-        if isinstance(record, Finished):
+        record = contents.decode(frame) if frame.kind in kinds else None
+        if isinstance(record, _ENDED):
             yield record
+
+
+def _other_attempts(log: Path, rollout: Rollout, decode: Decode | None) -> Iterator[FailedAttempt]:
+    for record in _ended(log, ("attempt_ended",)):
+        if isinstance(record, Finished) or record.rollout_id == rollout.id:
+            continue
+        part = record.rollout
+        if rollout.task_id == (record.rollout_id.rpartition("@")[0] if part is None else part.task_id):
+            yield FailedAttempt(
+                rollout_id=record.rollout_id,
+                failure=record.failure.value + (f" ({record.failure_text})" if record.failure_text else ""),
+                retried=record.retried,
+                rollout=part,
+                sequences=() if part is None else tuple(_tokens(each, None, {}, decode) for each in part.sequences),
+            )
 
 
 def _summary(rollout: Rollout, state: LogState, step: TrainedStep | None) -> RolloutSummary:

@@ -17,7 +17,9 @@ class Metric:
     """A number, and how to merge it with others of its key."""
 
     value: float
+    """NaN where it is not known."""
     reduction: Reduction
+    """What merging does with several values of the key."""
 
 
 Metrics = Mapping[str, Metric]

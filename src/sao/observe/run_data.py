@@ -32,13 +32,17 @@ class TokenSample:
     values: FloatArray
     """NaN without a critic."""
     returns: FloatArray
+    """Targets of the critic."""
     positions: FloatArray
     """Place of the token among its rollout's action tokens: 0 the first, 1 the last."""
     ages: FloatArray
     """Actor updates between the version that sampled the token and the one that computed the loss."""
     first_step: int
+    """Oldest training step in the sample."""
     last_step: int
+    """Newest training step in it."""
     rollouts: int
+    """How many the tokens are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +52,7 @@ class MetricRows:
     rows: tuple[Row, ...]
     """Rows of the surviving history: what a resume repeated counts once, in its last form."""
     broken_lines: int
+    """Lines that are no JSON object: torn by a crash, or damaged."""
 
     def stage(self, stage: str) -> list[Row]:
         """Rows of a stage, in order of their steps."""
@@ -87,10 +92,15 @@ class RunData(MetricRows):
     """Everything the report shows."""
 
     path: Path
+    """The run folder."""
     state: LogState
+    """What the log says of every admitted task."""
     tokens: TokenSample | None
+    """None where the log holds no trained token."""
     config: Mapping[str, Any]
+    """Resolved configuration as nested tables; empty if it cannot be read."""
     environment: Mapping[str, Any]
+    """environment.json: machine, versions, time used; empty if it cannot be read."""
 
     @property
     def name(self) -> str:

@@ -79,6 +79,7 @@ def engine_metrics(health: EngineHealth, before: EngineHealth) -> dict[str, Metr
         "engine/busy_seconds": last(health.busy_seconds - before.busy_seconds),
         "engine/probe_gap": last(health.probe_gap),
         "engine/update_seconds": last(health.update_seconds),
+        "engine/update_bytes": last(health.update_bytes),
         "engine/replicas": last(health.replicas),
         "engine/taken_out": last(health.taken_out),
     }

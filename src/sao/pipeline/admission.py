@@ -22,10 +22,13 @@ class Member:
     """One rollout to play."""
 
     task: Task
+    """What is played; each member of a group has an id of its own."""
     group_id: str
+    """Shared by rollouts of one prompt that are compared; the task's id for single ones."""
     index: int
     """Place within the group."""
     attempt: int
+    """0 for the first try; one more after each failure or interruption."""
     cursor: int
     """Tasks taken from the source when this one was admitted, itself included."""
     admitted: float

@@ -37,7 +37,7 @@ class BaselineConfig:
     window: int = 128
     """Rewards remembered by `running_mean`, or per prompt by `prompt_running_mean` (8 in the paper's ablation)."""
     std_floor: float = 1e-6
-    """Added to a group's standard deviation by `group_normalised` (GRPO)."""
+    """Added to a group's standard deviation by `group_normalised` (GRPO); above 0, for groups of equal rewards."""
     spo_half_life: float = 0.06
     """D_half of SPO's forgetting: rho = 2^(-D / D_half), D the KL divergence since the prompt's last visit."""
     spo_rho_min: float = 0.875
@@ -50,8 +50,11 @@ class BaselineConfig:
             raise ValueError(f"baseline.window is {self.window}; it must be at least 1")
         if not (self.spo_half_life > 0 and math.isfinite(self.spo_half_life)):
             raise ValueError(f"baseline.spo_half_life is {self.spo_half_life}; it must be above 0")
-        if not (self.std_floor >= 0 and math.isfinite(self.std_floor)):
-            raise ValueError(f"baseline.std_floor is {self.std_floor}; it must be 0 or above")
+        if not 0 < self.std_floor < math.inf:
+            raise ValueError(
+                f"baseline.std_floor is {self.std_floor}; it must be finite and above 0, or a group of equal rewards "
+                "would be 0 / 0"
+            )
         if not 0 <= self.spo_rho_min <= self.spo_rho_max < 1:
             raise ValueError(
                 f"baseline.spo_rho_min {self.spo_rho_min} and baseline.spo_rho_max {self.spo_rho_max} must satisfy "

@@ -35,8 +35,11 @@ class WorkerParts:
     """What plays episodes, built inside a process."""
 
     make_environment: EnvironmentFactory
+    """Gives a fresh one for each episode."""
     engine: Engine
+    """Client of the engine, which lives elsewhere."""
     renderer: Renderer
+    """Turns messages into tokens, and back."""
     stop: Callable[[], object] | None = None
     """Releases what the parts hold (grader pools), when the process ends."""
 

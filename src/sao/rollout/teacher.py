@@ -50,7 +50,7 @@ class TeacherConfig:
     cut_after: tuple[str, ...] = ("</python>", "</answer>")
     """A reply is cut behind the first of these: a teacher that invents its tool's output would teach inventing."""
     temperature: float = 0.7
-    """Of the teacher; its log-probs are not used, so it need not be 1."""
+    """Of the teacher, 0 to 2; its log-probs are not used, so it need not be 1."""
     max_tokens: int = 2048
     """Tokens of one reply; a longer one is an episode without a trace."""
     max_turns: int = 50
@@ -60,7 +60,7 @@ class TeacherConfig:
     only_right: bool = True
     """Keep only episodes whose reward reaches `right_reward`."""
     right_reward: float = 1.0
-    """Reward of a right answer."""
+    """Reward of a right answer; above 0, which wrong answers get."""
     concurrency: int = 8
     """Episodes at once."""
     timeout_s: float = 300.0
@@ -78,6 +78,12 @@ class TeacherConfig:
         for name in ("max_tokens", "max_turns", "attempts", "concurrency", "timeout_s", "max_failures_in_a_row"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"teacher.{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"teacher.temperature is {self.temperature}; it must lie between 0 and 2")
+        if not 0 < self.right_reward < math.inf:
+            raise ValueError(
+                f"teacher.right_reward is {self.right_reward}; it must be finite and above 0, which wrong answers get"
+            )
         if self.max_retries < 0:
             raise ValueError(f"teacher.max_retries is {self.max_retries}; it must be 0 or above")
 
@@ -155,7 +161,9 @@ class Collected:
     """What became of the tasks."""
 
     kept: int = 0
+    """Traces written by this collection."""
     already_there: int = 0
+    """Tasks with a trace in the file before, which were not asked again."""
     wrong: int = 0
     """Tasks whose last episode did not end, or did not reach the reward."""
     failed: int = 0

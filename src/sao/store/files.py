@@ -102,6 +102,7 @@ class JsonLines:
     """What a file of JSON lines holds."""
 
     rows: list[dict[str, Any]]
+    """Every JSON object, in the order of the file."""
     broken: int
     """Lines that are no JSON object: torn by a crash, or damaged."""
 

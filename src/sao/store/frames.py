@@ -57,6 +57,7 @@ class Frame:
     """One record as it is stored."""
 
     kind: str
+    """Says which record it is, and so how to read the rest."""
     fields: Mapping[str, Any]
     """What JSON can say."""
     arrays: Mapping[str, Array]

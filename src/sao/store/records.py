@@ -18,13 +18,19 @@ class Admitted:
     """An attempt at a task is about to start. Members of a group have a task id each, and share `group_id`."""
 
     task: Task
+    """Whole, so that a resumed run can play it again without its source."""
     cursor: int
     """Tasks taken from the source, this one included: where a resumed run goes on. A retry repeats its task's."""
     rollout_id: str
+    """Task's id and attempt: `task@attempt`."""
     group_id: str
+    """The task's id for single rollouts."""
     attempt: int
+    """0 for the first try."""
     seed: int
+    """Keys every draw of the attempt: 64 bits."""
     clock_seconds: float
+    """Seconds of the run's clock at admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +38,11 @@ class AttemptEnded:
     """An attempt ended without a rollout to train on."""
 
     rollout_id: str
+    """As it was admitted."""
     failure: FailureKind
+    """Whose fault it was."""
     failure_text: str
+    """What went wrong, for people."""
     retried: bool
     """Whether the task is to be admitted again; False means that it is lost for good."""
     rollout: Rollout | None = None
@@ -45,6 +54,7 @@ class Finished:
     """A rollout came to its end."""
 
     rollout: Rollout
+    """All tokens with what was recorded of them."""
     position: int
     """Place in the order of completion: 0, 1, ... over the whole life of the run folder."""
 
@@ -54,6 +64,7 @@ class Dropped:
     """A rollout, running or finished, that will never be trained."""
 
     rollout_id: str
+    """As it was admitted; the tokens of one that had finished stay in the log."""
     reason: str
     """ "over_age", "group", "untrainable": counted by reason."""
 
@@ -63,6 +74,7 @@ class Published:
     """New weights; durable before any engine loads them."""
 
     snapshot: Snapshot
+    """Its folder may be deleted later; version and parent hold for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +86,9 @@ class TokenRecord:
     values: FloatArray
     """NaN where there is no critic."""
     advantages: FloatArray
+    """As the loss took them, whitened if the configuration says so."""
     returns: FloatArray
+    """Targets of the critic."""
 
     def __post_init__(self) -> None:
         length = len(self.actor_logprobs)
@@ -88,6 +102,7 @@ class Trained:
     """A step consumed these rollouts. Void when the step lies on a dead branch (see `replay`)."""
 
     step: int
+    """Number in its branch: 1, 2, ... A resume may use it again."""
     version: int
     """What the step made; equal to `parent` when the actor was not updated."""
     parent: int

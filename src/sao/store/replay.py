@@ -29,9 +29,13 @@ class TrainedStep:
     """A step of the surviving history."""
 
     step: int
+    """1, 2, ...; each once in the surviving history."""
     version: int
+    """What it made; equal to `parent` when the actor was not updated."""
     parent: int
+    """The version whose weights computed the loss."""
     rollout_ids: tuple[str, ...]
+    """What it consumed, in the order of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +50,7 @@ class LogState:
     """The last attempt of each task that has neither finished nor failed for good, in the order of admission: to be
     admitted again with attempt + 1."""
     versions: VersionTree
+    """All that were ever published, dead branches included."""
     highest_version: int
     """The highest number used in any way, also by a damaged record's neighbours; -1 when there is none."""
     next_position: int

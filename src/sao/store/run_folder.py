@@ -50,9 +50,11 @@ class Checkpoint:
     """A committed checkpoint."""
 
     path: Path
+    """Its folder, named by number and step."""
     number: int
     """In the order of commits: 1, 2, ... A resume goes on counting."""
     manifest: Manifest
+    """What the loop goes on from."""
     files: Mapping[str, str]
     """Checksum by relative path."""
 

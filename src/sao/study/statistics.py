@@ -51,6 +51,7 @@ class HolmStep:
     adjusted_p: float
     """Smallest alpha that rejects it."""
     rejected: bool
+    """Whether alpha rejects it."""
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[HolmStep]:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from sao.models.load import named_weights, read_weights, save_model
+from sao.store.snapshots import file_checksum
 from sao.training.core import Counters, TrainerCore
 from sao.training.optimiser import Optimiser
 from sao.training.shards import Shards, held_like, shard_name, write_shard
-from sao.training.weights import file_checksum
 
 ACTOR_FOLDER = "actor"
 MANIFEST = "trainer.json"

@@ -46,6 +46,8 @@ class FitConfig:
     def __post_init__(self) -> None:
         self._require("above 0", "batch_size", "lr", "grad_clip", "micro_batch_tokens", "max_skipped_in_a_row")
         self._require("0 or more", "epochs", "steps", "warmup_steps", "weight_decay")
+        if not self.epochs and not self.steps:
+            raise ValueError(f"{self.stage}.fit.epochs and {self.stage}.fit.steps are 0, so nothing would be fitted")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"{self.stage}.fit.betas is {self.betas}; both must be in [0, 1)")
 

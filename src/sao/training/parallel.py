@@ -44,7 +44,9 @@ class Place:
     """Where a process stands among the trainer's ranks; picklable."""
 
     rank: int = 0
+    """0 ... num_ranks - 1; 0 writes what is written once."""
     num_ranks: int = 1
+    """Processes of the trainer in all."""
     rendezvous: str = ""
     """Where ranks meet, as torch's init_method: file:///... of a folder that all see, or tcp://host:port of rank 0."""
     sequence_ranks: int = 1
@@ -64,6 +66,7 @@ class Share:
     """A micro-batch as one rank is to compute it."""
 
     micro: MicroBatch
+    """The tokens; the same on all ranks of a sequence group."""
     trains: bool = True
     """Whether its gradient counts; a repeated micro-batch's does not."""
     reports: bool = True

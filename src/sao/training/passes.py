@@ -46,7 +46,9 @@ class ActorPass:
     """What one pass of the actor gave, over the batch."""
 
     loss: float
+    """Sum over micro-batches, by the batch's denominator."""
     diagnostics: PolicyDiagnostics
+    """Sums over the batch's action tokens."""
     logprobs: Tensor
     """(B, T), 0 off the scored tokens."""
 

@@ -28,7 +28,9 @@ class StepReport:
     """The second half of a step."""
 
     step: int
+    """Of the batch that it reports on."""
     metrics: Mapping[str, Metric]
+    """All that the trainer measured in both halves of the step."""
     tokens: tuple[tuple[TokenRecord, ...], ...]
     """Per rollout of the batch, per sequence."""
 

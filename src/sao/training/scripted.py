@@ -18,6 +18,7 @@ class ScriptedTrainer:
     """Publishes empty snapshots at stated costs; remembers what it consumed. Satisfies training.protocol.Trainer."""
 
     clock: Clock
+    """What the costs are charged to."""
     actor_seconds: float = 0.0
     """Seconds from the batch to the new version."""
     critic_seconds: float = 0.0
@@ -27,6 +28,7 @@ class ScriptedTrainer:
     consumed: list[str] = field(default_factory=list)
     """Rollout ids, in order."""
     versions: list[int] = field(default_factory=list)
+    """Published so far, in order."""
     _batch: Batch | None = None
 
     async def publish_initial(self, version: int, parent: int | None) -> Snapshot:

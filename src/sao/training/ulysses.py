@@ -33,7 +33,9 @@ class SequenceGroup:
     """The ranks that share micro-batches."""
 
     group: dist.ProcessGroup
+    """For torch's collectives."""
     size: int
+    """Ranks, and so pieces of each micro-batch."""
     index: int
     """Which piece is this rank's."""
 

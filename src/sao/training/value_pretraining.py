@@ -52,8 +52,11 @@ class PlannedWork:
     """What value pretraining will do with some rollouts."""
 
     train: list[Rollout]
+    """Rollouts to fit on."""
     held_out: list[Rollout]
+    """Rollouts that only measure: no prompt of theirs is trained on."""
     updates: int
+    """Optimiser steps in all."""
     passes: float
     """How often each training rollout is seen, on average."""
 

@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sao.models.load import read_weights, save_model
+from sao.models.load import save_model
 from sao.pipeline.packing import pack
-from sao.store.files import checksum
+from sao.store.snapshots import folder_checksum
 from sao.training.parallel import ONE_RANK, OneRank
 from sao.training.protocol import TrainerError
 from sao.types import BoolArray, IntArray, Snapshot
@@ -28,43 +27,9 @@ PROBE_TOKENS = 32
 _FOLDER_NAME = re.compile(r"v(\d{8})")
 
 
-def file_checksum(path: Path) -> str:
-    """CRC32C of a file, as `crc32c:` and eight hexadecimal digits. Raises ValueError if it cannot be read."""
-    try:
-        return checksum(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or error}); the folder is not whole") from error
-
-
-def folder_checksum(folder: Path) -> str:
-    """Checksum of all weight files of a folder: the file's own where there is one, else of the names and checksums."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no *.safetensors file; the folder is not whole, or is no model folder")
-    if len(files) == 1:
-        return file_checksum(files[0])
-    listing = "".join(f"{file.name} {file_checksum(file)}\n" for file in files)
-    return f"crc32c:{google_crc32c.value(listing.encode()):08x}"
-
-
 def probe_tokens(vocab_size: int, *, length: int = PROBE_TOKENS) -> tuple[int, ...]:
     """A fixed sequence that depends on the size of the vocabulary alone."""
     return tuple(np.random.default_rng(vocab_size).integers(0, vocab_size, length).tolist())
-
-
-def read_snapshot(snapshot: Snapshot, like: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a snapshot, by the names and in the dtype of `like`.
-
-    Raises ValueError naming the folder or file that is missing, half written or corrupt.
-    """
-    folder = Path(snapshot.location)
-    found = folder_checksum(folder)
-    if found != snapshot.checksum:
-        raise ValueError(
-            f"the weights of version {snapshot.version} in {folder} have checksum {found}, not {snapshot.checksum}: "
-            "they were damaged or replaced after they were published; publish the version again"
-        )
-    return read_weights(folder, like)
 
 
 class SnapshotStore:

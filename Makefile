@@ -31,6 +31,7 @@ demo: setup
 
 docs: setup
 	$(BIN)/sao config --markdown > docs/configuration.md
+	$(BIN)/sao recipes --markdown > docs/recipes.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build

@@ -17,9 +17,7 @@ import matplotlib.pyplot as plt
 
 from sao.evaluate import paired_t_interval
 from sao.observe.run_data import Series, read_metrics
-
-KEPT = ("config.toml", "environment.json", "metrics.jsonl", "report")
-"""Of a run folder; weights and the log stay out."""
+from sao.study.keep import KEPT, keep_run
 
 
 def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
@@ -28,14 +26,8 @@ def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> Non
     words = [word for override in (f"seed={seed}", *overrides) for word in ("--set", override)]
     start = ["resume", str(run)] if run.is_dir() else ["train", str(config), "--folder", str(run), *words]
     subprocess.run([sys.executable, "-m", "sao.cli", *start], check=True)
-    draft = target.with_name(target.name + ".partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    for name in KEPT:
-        place = run / name
-        (shutil.copytree if place.is_dir() else shutil.copy)(place, draft / name)
-    (draft / "report" / "report.html").unlink(missing_ok=True)
-    draft.rename(target)
+    (run / "report" / "report.html").unlink(missing_ok=True)
+    keep_run(run, target, (*KEPT, "report"))
     shutil.rmtree(run)
 
 

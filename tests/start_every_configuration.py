@@ -52,6 +52,8 @@ def main() -> int:
         if "results" in config.parts:
             continue
         text, name = config.read_text(), config.relative_to(ROOT)
+        if "[[arms]]" in text:
+            continue  # A plan of a study.
         if missing := needs(text):
             print(f"skipped {name}: {missing} is not here")
             continue

@@ -123,6 +123,31 @@ def check_history(path: Path, *, steps: int) -> None:
     assert state.cursor >= len({each.split("@")[0] for each in manifest.consumed})
 
 
+def test_a_run_that_collapses_ends_there(tmp_path: Path) -> None:
+    """Catches hours spent on a dead policy, a run without its last evaluation, and a rule that acts before its step."""
+    rule = ("evaluation.every_steps=2", "evaluation.final_tasks=10", "loop.steps=12", "evaluation.stop_from_step=3")
+    outcome = run_small(tmp_path / "run", small_config(*rule, "evaluation.stop_below=1.1"))
+    assert outcome is not None
+    assert outcome.reason == "collapsed"
+    assert 4 <= outcome.steps < 12
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [(row["step"], row["eval/overall/prompts"]) for row in rows if row["stage"] == "eval"]
+    assert evaluated[:3] == [(0, 10.0), (2, 8.0), (4, 8.0)]
+    assert evaluated[-1] == (outcome.steps, 10.0)
+    assert f"ended at step {outcome.steps}: collapsed" in (tmp_path / "run" / "events.log").read_text()
+    latest = RunFolder.open(tmp_path / "run").latest_checkpoint()
+    assert latest is not None
+    assert latest.manifest.step == outcome.steps
+
+
+def test_a_run_above_the_rule_goes_on(tmp_path: Path) -> None:
+    """Catches a rule that ends a run whose evaluation is at the bound, or that has none."""
+    for name, rule in (("none", ()), ("low", ("evaluation.stop_below=-0.5",))):
+        outcome = run_small(tmp_path / name, small_config("evaluation.every_steps=1", *rule))
+        assert outcome is not None
+        assert (outcome.reason, outcome.steps) == ("steps done", 4)
+
+
 class StopsAtTheLastEvaluation(Silent):
     """Ends the run in the middle of the evaluation after the last step, which takes five tasks."""
 

@@ -38,6 +38,7 @@ from sao.observe.inspector import format_rollout, format_summaries, inspect_roll
 from sao.observe.report import write_report
 from sao.preflight import preflight
 from sao.progress import ConsoleReporter
+from sao.recipes import RECIPES, find_recipe, recipe_lines, recipes_page
 from sao.rollout.process import WorkerStartError
 from sao.rollout.teacher import TeacherError
 from sao.single import (
@@ -52,9 +53,11 @@ from sao.single import (
 from sao.stages import Last, check_settled, run_stages
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
+from sao.study.command import study
 from sao.training.protocol import TrainerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.command()(study)
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML configuration of the run.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run folder.", show_default=False)]
@@ -137,6 +140,23 @@ def show_config(
     for key, default, meaning in describe():
         table.add_row(escape(key), escape(default), escape(meaning))
     Console().print(table)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str, typer.Argument(help="Recipe to show whole; none lists all.")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/recipes.md holds them.")] = False,
+) -> None:
+    """Systems that a configuration can name: `recipe = "NAME"`."""
+    if markdown:
+        typer.echo(recipes_page(), nl=False)
+    elif name:
+        typer.echo("\n".join(recipe_lines(find_recipe(name))))
+    else:
+        table = Table("recipe", "what it is", "ratio against")
+        for recipe in RECIPES:
+            table.add_row(recipe.name, escape(recipe.deltas), recipe.ratio_against)
+        Console().print(table)
 
 
 def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, last: Last) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
-from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, readable
+from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, merged, readable
 from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
 from sao.engines.vllm_settings import VllmConfig
@@ -30,6 +30,7 @@ from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
+from sao.recipes import find_recipe
 from sao.rollout.process import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
@@ -100,6 +101,9 @@ class RunConfig:
 
     name: str = "run"
     """Name of the run, and of its folder under runs/."""
+    recipe: str = ""
+    """A named system, such as "grpo-dis" (`sao recipes` lists them): its settings lie below the file's own and --set's,
+    which win. Empty takes the defaults, which are SAO's."""
     seed: int = 0
     """Keys all randomness of the run, together with ids."""
     clock: Literal["real", "virtual"] = "real"
@@ -156,6 +160,8 @@ class RunConfig:
             raise ValueError(
                 f"name is {self.name!r}; it names a folder: use letters, digits, dashes, dots but not first"
             )
+        if self.recipe:
+            find_recipe(self.recipe)
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         if self.sft_threads < 1:
@@ -190,27 +196,45 @@ class RunConfig:
 
 def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file, apply `a.b=c` overrides, and check everything. Raises ConfigError."""
+    return from_tree(read_tree(path), overrides)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The nested tables of a TOML file. Raises ConfigError."""
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:  # of a number of thousands of digits, of nesting without end
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return from_tree(tree, overrides)
 
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """A checked configuration from nested tables. Raises ConfigError."""
+    """A checked configuration from nested tables, above the recipe that they name. Raises ConfigError."""
     for override in overrides:
         apply_override(tree, override)
+    if isinstance(tree.get("recipe"), str) and tree["recipe"]:
+        tree = merged(recipe_tree(tree["recipe"]), tree)
     check_tree(tree, RunConfig, known=_keys())
     try:
         return _adapter().validate_python(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(readable(problem) for problem in error.errors())) from error
+
+
+def recipe_tree(name: str) -> dict[str, Any]:
+    """The nested tables of a recipe. Raises ConfigError for a name that is none."""
+    try:
+        settings = find_recipe(name).settings
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(tree, setting)
+    return tree
 
 
 @functools.cache

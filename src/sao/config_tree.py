@@ -55,6 +55,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {key}: {sections[-1]} is a value, not a section")
 
 
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Nested tables of both; where both have a key, `above` wins, table by table. Neither is changed."""
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        result[key] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result
+
+
 def _enter(table: Any, section: str, key: str) -> Any:
     if isinstance(table, list):
         return table[_index(table, section, key)]

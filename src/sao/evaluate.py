@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 
 from sao.clock import gather_or_cancel
 from sao.envs.keyed import generator, key
-from sao.observe.metrics import Metric, last
+from sao.observe.metrics import Metric, Metrics, last
 from sao.rollout.protocol import RolloutWorker
 from sao.types import FailureKind, Rollout, Task
 
@@ -36,6 +36,11 @@ class EvaluationConfig:
     """Tasks of each data set, from its start; 0 for all. Endless sources need a number."""
     final_tasks: int = 0
     """As `tasks`, for the evaluations before the first step and after the last; 0 takes `tasks`."""
+    stop_below: float | None = None
+    """Mean over all data sets below which a run has collapsed: it ends there, after a last evaluation. none: it goes on
+    whatever it scores."""
+    stop_from_step: int = 0
+    """First step whose evaluation may end the run by stop_below; an untrained policy may well lie below it."""
     samples: int = 1
     """Rollouts of each task. The paper takes 16 for contests and 4 for BeyondAIME."""
     pass_k: tuple[int, ...] = (1,)
@@ -49,16 +54,26 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         lowest = {"every_steps": 1, "tasks": 0, "final_tasks": 0, "samples": 1, "bootstrap_samples": 100, "seed": 0}
+        lowest["stop_from_step"] = 0
         for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.confidence < 1:
             raise ValueError(f"evaluation.confidence is {self.confidence}; it must lie in (0, 1), such as 0.95")
+        if self.stop_below is not None and not math.isfinite(self.stop_below):
+            raise ValueError(f"evaluation.stop_below is {self.stop_below}; give a finite mean reward, or none")
         bad = [k for k in self.pass_k if not 1 <= k <= self.samples]
         if bad:
             raise ValueError(
                 f"evaluation.pass_k: pass@{bad[0]} needs 1 <= k <= samples, which is {self.samples}; raise samples"
             )
+
+    def collapsed(self, step: int, metrics: Metrics) -> bool:
+        """Whether an evaluation after `step` says that the run is to end, by stop_below."""
+        mean = metrics.get(f"eval/{OVERALL}/mean")
+        if self.stop_below is None or mean is None or step < self.stop_from_step:
+            return False
+        return mean.value < self.stop_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,8 +128,8 @@ class Outcome:
     """Training steps done over the whole life of the run folder."""
     version: int
     """Version of the last weights."""
-    reason: Literal["steps done", "source exhausted", "stopped"]
-    """Why no further step was made."""
+    reason: Literal["steps done", "source exhausted", "stopped", "collapsed"]
+    """Why no further step was made; collapsed: an evaluation said so (`Parts.collapsed`)."""
     partial_batch: int = 0
     """Rollouts of the last batch if it was not full."""
 
@@ -175,6 +175,8 @@ class Parts:
     """Write one row: step, version, stage, metrics."""
     prune: Callable[[set[int]], None]
     """Delete snapshots except these versions."""
+    collapsed: Callable[[int, Metrics], bool] = lambda step, metrics: False
+    """Whether the evaluation after a step says that the run is to end."""
     ends_differ: bool = False
     """Whether the first and the last evaluation take other tasks than those between."""
     note: Callable[[str], None] = lambda text: None

@@ -15,7 +15,7 @@
                                        +--> evaluate: pinned weights, on an engine of its own
     supervise: asks engine after its health; bounds failures    collect_garbage: rarely
 
-Only train is finite; its end, or a failure that cannot be repaired, unwinds the rest.
+Only train is finite; its end, at a collapse too, or a failure that cannot be repaired, unwinds the rest.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import gc
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sao.clock import Signal, WaitTimeoutError, limit
 from sao.engines.protocol import EngineHealth
@@ -75,7 +75,7 @@ class Orchestrator:
         """Versions that are being loaded or evaluated: their snapshots must stay."""
         self._evaluated = (-1 if start.evaluated == "never" else start.step, start.evaluated == "at an end")
         """The step that an evaluation was last asked for, and whether as an end of the run."""
-        self._stopping = self._interrupted = False
+        self._stopping = self._interrupted = self._collapsed = False
         self._began = 0.0
         self._engine_before: EngineHealth
         """Clock and counters of the engine at the start of training: what came before is not counted."""
@@ -160,7 +160,7 @@ class Orchestrator:
         Woken by assemble. Ends after the last step, at the end of a finite source, or when asked to stop.
         """
         config, partial, committed = self._config, 0, self._step
-        while self._step < config.steps and not self._stopping:
+        while self._step < config.steps and not self._stopping and not self._collapsed:
             asked = self._clock.now()
             batch = await self._next_batch()
             if batch is None:
@@ -176,8 +176,12 @@ class Orchestrator:
             await self._commit()
         if not stopped:
             self._request_evaluation(last=True)
-        reason = "steps done" if self._step >= config.steps else "stopped" if stopped else "source exhausted"
-        return Outcome(steps=self._step, version=self._version, reason=reason, partial_batch=partial)
+        return Outcome(steps=self._step, version=self._version, reason=self._reason(stopped), partial_batch=partial)
+
+    def _reason(self, stopped: bool) -> Literal["steps done", "collapsed", "stopped", "source exhausted"]:
+        if self._step >= self._config.steps:
+            return "steps done"
+        return "collapsed" if self._collapsed else "stopped" if stopped else "source exhausted"
 
     async def _next_batch(self) -> Batch | None:
         self._wanted = wanted = asyncio.get_running_loop().create_future()
@@ -305,6 +309,7 @@ class Orchestrator:
                     metrics = await self._parts.evaluate(asked.snapshot, asked.step, asked.at_an_end)
                 row = {**metrics, "eval/at_an_end": last(int(asked.at_an_end))}
                 self._parts.emit(asked.step, asked.snapshot.version, "eval", row)
+                self._collapsed |= self._parts.collapsed(asked.step, metrics)
             except (EvaluationLostError, WaitTimeoutError) as error:
                 self._lose_evaluation(asked.step, str(error))
             self._pinned.remove(asked.snapshot.version)

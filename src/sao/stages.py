@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -251,10 +252,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             stack.callback(world.stop)
         log = RolloutLogWriter(folder.log, inline=clock.virtual)
         stack.callback(log.close)
-
-        async def commit(manifest: Manifest) -> None:
-            await commit_run(folder, trainer, manifest, clock)
-
+        commit = partial(commit_run, folder, trainer, clock=clock)
         if checkpoint is None:
             if config.value_pretraining is not None:
                 await pretrain_values(prepared, clock, trainer, worker)
@@ -277,6 +275,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             evaluate_every=config.evaluation.every_steps,
             emit=prepared.emit,
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
+            collapsed=config.evaluation.collapsed,
             ends_differ=bool(config.evaluation.final_tasks),
             note=folder.write_event,
             worker_restarts=lambda: worker_restarts(worker),

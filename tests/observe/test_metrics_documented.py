@@ -62,7 +62,9 @@ def ran(path: Path, config: RunConfig) -> Ran:
 
 @pytest.fixture(scope="module")
 def virtual(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return ran(tmp_path_factory.mktemp("virtual") / "run", small_config(*COMMON, *WITH_SFT))
+    return ran(
+        tmp_path_factory.mktemp("virtual") / "run", small_config(*COMMON, *WITH_SFT, "trainer.sequence_gate=1.0")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -236,6 +236,20 @@ def test_given_advantages_need_no_critic():
         TrainerCore(actor=core.actor, critic=Critic.from_actor(core.actor), config=TrainerConfig(), algorithm=algorithm)
 
 
+@pytest.mark.parametrize(("gate", "share"), [(100.0, 0.0), (1e-9, 1.0)])
+def test_a_gate_on_rollouts_keeps_them_in_the_denominator(gate: float, share: float):
+    """Catches a gate that lets through what it should not, and one whose gated tokens are no longer counted."""
+    core = make_core(sequence_gate=gate)
+    core.begin(make_batch())
+    before = core._begun().targets.advantages.clone()
+    core.actor_update()
+    step = core._begun()
+    assert step.metrics["actor/gated_share"].value == share
+    assert torch.equal(step.targets.advantages, before * (1 - share))
+    assert core._actor_denominator(step) == float(step.action_mask.sum())
+    assert (step.metrics["actor/grad_norm"].value == 0) == (share == 1)
+
+
 def test_untrainable_rollouts_are_refused():
     """An infrastructure failure trained on as reward 0."""
     batch = make_batch(count=2)
@@ -382,7 +396,14 @@ def test_a_micro_batch_without_a_scored_token_is_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("actor_lr", 0.0), ("critic_updates", 0), ("betas", (0.9, 1.0)), ("actor_grad_clip", math.inf)]
+    ("field", "value"),
+    [
+        ("actor_lr", 0.0),
+        ("critic_updates", 0),
+        ("betas", (0.9, 1.0)),
+        ("actor_grad_clip", math.inf),
+        ("sequence_gate", 0.0),
+    ],
 )
 def test_settings_out_of_range_are_refused(field: str, value: object):
     """A run that starts with K = 0, or a rate of 0, and learns nothing."""

@@ -215,6 +215,49 @@ def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: 
     return (num_action_tokens * num_trajectories).float()[:, None]
 
 
+@torch.no_grad()
+def sequence_gate(
+    actor_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    action_mask: Tensor,
+    *,
+    largest_kl: float,
+    rollout_of_row: Tensor | None = None,
+) -> Tensor:
+    """(B,) bool: rollouts whose tokens are, on average, close enough to the actor to be trained on.
+
+    The distance of a token is the binary KL, in nats, from the policy that sampled it to the actor: of "this token"
+    against "any other", p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+
+    Args:
+        actor_logprobs, rollout_logprobs: (B, T).
+        action_mask: (B, T) bool.
+        largest_kl: Largest mean over a rollout's action tokens.
+        rollout_of_row: (B,) int, which rollout a row belongs to; None says that each row is a rollout.
+
+    Raises:
+        ValueError: Shapes that do not fit, a recorded log-prob that is not finite, or a limit not above 0.
+
+    Source: FlashREINFORCE; the direction is ours.
+    """
+    check_shapes(action_mask=action_mask, actor_logprobs=actor_logprobs, rollout_logprobs=rollout_logprobs)
+    if not 0 < largest_kl < float("inf"):
+        raise ValueError(f"the largest binary KL of a rollout is {largest_kl}; it must be above 0")
+    log_ratio = _log_ratio(actor_logprobs, rollout_logprobs, action_mask).double()
+    p = torch.where(action_mask, rollout_logprobs.to(log_ratio.device), 0.0).double().exp().clamp(max=1.0)
+    q = torch.where(action_mask, actor_logprobs.detach(), 0.0).double().exp().clamp(max=1.0)
+    # Where p is 1 the second term is 0; where q is 1 and p is not, it is as large as a log-ratio gets.
+    others = torch.where(p < 1, ((1 - p) / (1 - q)).log().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+    distance = torch.where(action_mask, (1 - p) * others - p * log_ratio, 0.0)
+    member_of = torch.arange(len(action_mask), device=action_mask.device)
+    if rollout_of_row is not None:
+        member_of = rollout_of_row.to(action_mask.device).unique(return_inverse=True)[1]
+    sums, tokens = distance.sum(1), action_mask.sum(1).double()
+    totals = torch.zeros(len(action_mask), 2, dtype=torch.float64, device=action_mask.device)
+    totals = totals.index_add(0, member_of, torch.stack([sums, tokens], 1))[member_of]
+    return totals[:, 0] <= largest_kl * totals[:, 1]
+
+
 def check_band(ratio_low: float, ratio_high: float, *, names: str = "the bounds on the ratio") -> None:
     """Raise ValueError, which calls the bounds by `names`, unless 0 <= ratio_low < 1 < ratio_high < exp(20)."""
     if not 0 <= ratio_low < 1 < ratio_high < 4.8e8:

@@ -15,7 +15,7 @@ B rows, T tokens of a row, N scored tokens of a micro-batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, ratio_quantiles
-from sao.algorithm.losses import trajectory_mean_denominator
+from sao.algorithm.losses import sequence_gate, trajectory_mean_denominator
 from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.models.packed_attention import use_packed_attention
 from sao.observe.metrics import Metric, last, total
@@ -171,6 +171,7 @@ class TrainerCore:
         step = self._begun()
         turn = self.counters.steps - self.config.critic_only_steps
         rate = learning_rate(self.config.actor_lr, max(turn, 0), warmup_steps=self.config.actor_warmup_steps)
+        self._gate_sequences(step)
         denominator = self._actor_denominator(step)
         done = self._actor_pass(step, denominator, train=turn >= 0)
         step.actor_logprobs = done.logprobs
@@ -280,6 +281,23 @@ class TrainerCore:
             raise ValueError(f"the baseline gave {count} advantages for {len(batch.rollouts)} rollouts")
         per_rollout = torch.tensor(batch.advantages, dtype=torch.float32, device=self.actor.device)
         return per_rollout[to_tensor(arrays.rollout_of_row, self.actor.device)]
+
+    def _gate_sequences(self, step: _Step) -> None:
+        """Take the advantages of rollouts that the policy has left too far behind; they stay in the denominator."""
+        if self.config.sequence_gate is None:
+            return
+        kept = sequence_gate(
+            self._actor_pass(step, 1.0, train=False).logprobs,
+            step.rollout_logprobs,
+            step.action_mask,
+            largest_kl=self.config.sequence_gate,
+            rollout_of_row=to_tensor(step.arrays.rollout_of_row, self.actor.device),
+        )
+        advantages = torch.where(kept[:, None], step.targets.advantages, 0.0)
+        step.targets = replace(step.targets, advantages=advantages)
+        tokens = step.action_mask.sum(1).float()
+        share = float((tokens * ~kept).sum() / tokens.sum())
+        step.metrics["actor/gated_share"] = last(share)
 
     def _actor_denominator(self, step: _Step) -> float | Tensor:
         """What the actor's loss is divided by: a number, or (B, T)."""

@@ -25,6 +25,9 @@ class TrainerConfig:
     """Largest norm of the critic's gradient. Its own: the actor's 1.0 is known to starve a critic."""
     critic_updates: int = 2
     """Critic updates per step, K of the paper (section 3.3)."""
+    sequence_gate: float | None = None
+    """Largest binary KL in nats, from the policies that sampled a rollout to the actor and on average over its action
+    tokens, with which the rollout is trained on; none trains on all. FlashREINFORCE's, for comparison."""
     actor_warmup_steps: int = 0
     """Steps over which the actor's rate rises to actor_lr, counted after the critic-only steps."""
     critic_warmup_steps: int = 10
@@ -79,6 +82,8 @@ class TrainerConfig:
             if not math.isfinite(number) or number < 0 or (number == 0 and name in positive.split()):
                 least = "above 0" if name in positive.split() else "0 or more"
                 raise ValueError(f"trainer.{name} is {number}; it must be a finite number, {least}")
+        if self.sequence_gate is not None and not 0 < self.sequence_gate < math.inf:
+            raise ValueError(f"trainer.sequence_gate is {self.sequence_gate}; it must be above 0, or none")
         if self.ranks % self.sequence_ranks:
             raise ValueError(
                 f"trainer.sequence_ranks is {self.sequence_ranks}, which does not divide trainer.ranks = {self.ranks}; "

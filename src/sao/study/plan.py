@@ -1,0 +1,188 @@
+"""A plan: which arms are compared over which seeds, and what is claimed of them, all of it written before.
+
+name = "core"                      seeds = 8                    question = "..."
+base = "chain.toml"                the configuration below all arms, relative to the plan
+set = ["clock=virtual"]            for all arms: base < recipe < set < the arm's own set
+[[arms]]   name, recipe, set, seeds            [[claims]]  id, text, better, worse, measure, kind, margin, paper
+[collapse] below, from_step                    the rule by which a run ends early
+"""
+
+import copy
+import difflib
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from sao.config import RunConfig, from_tree, read_tree, recipe_tree
+from sao.config_tree import ConfigError, check_tree, merged, readable
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One system of a comparison."""
+
+    name: str
+    """Names the arm in claims and tables, and its folder of results."""
+    recipe: str = ""
+    """Recipe above the base; empty takes the base as it is."""
+    set: tuple[str, ...] = ()
+    """Overrides "section.key=value" above all else."""
+    seeds: int = 0
+    """Seeds 0, 1, ... of this arm; 0 takes the plan's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What is said of two arms, before anything is run."""
+
+    id: str
+    """Short name."""
+    text: str
+    """The claim as a sentence."""
+    better: str
+    """Arm that the difference is taken of."""
+    worse: str
+    """Arm that is subtracted."""
+    measure: str = "final"
+    """final: mean of the last evaluation. area: mean height of the evaluation curve over the planned steps, where a run
+    that ended early goes on at its last value. Else a metric's key, of which the last value counts."""
+    kind: Literal["greater", "equivalent"] = "greater"
+    """greater: the difference is above the margin. equivalent: it lies within +- margin."""
+    margin: float = 0.0
+    """In units of the measure."""
+    paper: str = ""
+    """What the paper says, with its figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collapse:
+    """When a run is given up."""
+
+    below: float
+    """Mean of an evaluation below which a run has collapsed."""
+    from_step: int = 0
+    """First step whose evaluation counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole study."""
+
+    name: str
+    """Names the study and its folder of results."""
+    question: str = ""
+    """What it is to answer."""
+    base: str = "config.toml"
+    """Configuration below all arms, relative to the plan."""
+    seeds: int = 5
+    """Seeds 0, 1, ... of every arm that does not say its own number; fixed before the first run."""
+    set: tuple[str, ...] = ()
+    """Overrides for all arms."""
+    arms: tuple[Arm, ...]
+    """What is compared, in the order of the tables."""
+    claims: tuple[Claim, ...] = ()
+    """Corrected together, by Holm."""
+    collapse: Collapse | None = None
+    """Rule by which a run ends early; none lets every run go to its end."""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        for what, name in [("name", self.name), *(("arms.name", name) for name in names)]:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{what} is {name!r}; it names a folder: use letters, digits, dashes, dots not first")
+        for what, listed in (("arms", names), ("claims", [claim.id for claim in self.claims])):
+            twice = [name for name in listed if listed.count(name) > 1]
+            if twice:
+                raise ValueError(f"two {what} are called {twice[0]!r}; names must differ")
+        if not self.arms:
+            raise ValueError("arms is empty; a study compares at least one arm")
+        for arm in self.arms:
+            if self.seeds_of(arm.name) < 2:
+                raise ValueError(f"arm {arm.name!r} has {self.seeds_of(arm.name)} seed; an interval needs at least 2")
+        for claim in self.claims:
+            self._check_claim(claim)
+
+    def _check_claim(self, claim: Claim) -> None:
+        for name in (claim.better, claim.worse):
+            require_arm(self, name, f"claim {claim.id!r}")
+        if claim.better == claim.worse:
+            raise ValueError(f"claim {claim.id!r} compares {claim.better!r} with itself")
+        if claim.kind == "equivalent" and not claim.margin > 0:
+            raise ValueError(f"claim {claim.id!r} says equivalent with margin {claim.margin:g}; it must be above 0")
+
+    def arm(self, name: str) -> Arm:
+        """The arm of a name that is known."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def seeds_of(self, name: str) -> int:
+        """How many seeds an arm has."""
+        return self.arm(name).seeds or self.seeds
+
+    def pairs(self, claim: Claim) -> int:
+        """How many pairs a claim is decided by."""
+        return min(self.seeds_of(claim.better), self.seeds_of(claim.worse))
+
+    def runs(self) -> list[tuple[Arm, int]]:
+        """(arm, seed) seed by seed over all arms, so that what is there after any time is balanced."""
+        most = max(self.seeds_of(arm.name) for arm in self.arms)
+        return [(arm, seed) for seed in range(most) for arm in self.arms if seed < self.seeds_of(arm.name)]
+
+
+def require_arm(plan: Plan, name: str, where: str) -> None:
+    """Raise ValueError with the nearest name where the plan has no such arm."""
+    names = [arm.name for arm in plan.arms]
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+        raise ValueError(f"{where} names the arm {name!r}, which the plan does not have; {hint}")
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read and check a plan. Raises ConfigError; what is wrong with an arm's settings shows in `arm_configs`."""
+    tree = read_tree(path)
+    check_tree(tree, Plan)
+    try:
+        return _adapter().validate_python(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "\n".join(readable(problem) for problem in error.errors())) from error
+
+
+def arm_configs(plan: Plan, path: Path) -> dict[tuple[str, int], RunConfig]:
+    """The configuration of each (arm, seed), for a plan that was read from `path`. Raises ConfigError."""
+    base = read_tree(path.parent / plan.base)
+    return {(arm.name, seed): _config_of(plan, base, arm, seed) for arm, seed in plan.runs()}
+
+
+def _config_of(plan: Plan, base: dict[str, Any], arm: Arm, seed: int) -> RunConfig:
+    try:
+        tree = copy.deepcopy(base)
+        if arm.recipe:
+            tree = merged(tree, recipe_tree(arm.recipe)) | {"recipe": arm.recipe}
+        return from_tree(tree, [*plan.set, *_rule(plan), *arm.set, _name(plan, arm), f"seed={seed}"])
+    except ConfigError as error:
+        raise ConfigError(f"arm {arm.name!r}: {error}") from error
+
+
+def _rule(plan: Plan) -> Sequence[str]:
+    if plan.collapse is None:
+        return ()
+    return (
+        f"evaluation.stop_below={plan.collapse.below}",
+        f"evaluation.stop_from_step={plan.collapse.from_step}",
+    )
+
+
+def _name(plan: Plan, arm: Arm) -> str:
+    return f'name="{plan.name}-{arm.name}"'

@@ -1,0 +1,183 @@
+"""The report of a study, from what is kept of its runs alone: README.md in the folder of results, and figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sao.config import RunConfig
+from sao.evaluate import paired_t_interval
+from sao.store.files import write_durably
+from sao.study.figures import draw_curves
+from sao.study.plan import Arm, Plan
+from sao.study.results import Result, read_results
+from sao.study.verdicts import CORRECTION, Finding, findings, measure_name, sentence
+
+_READING = """## How to read this
+
+- {correction}
+- Arms of one seed share the fine-tuned policy, the rollouts that the critic was pretrained on, and the held-out tasks.
+- An arm's interval is the 95 % t-interval of its mean over seeds. A single run's own interval over prompts stands in
+  its `metrics.jsonl`.
+- Tables and figures hold the seeds whose runs have ended in every arm. Explained variance, age and masked share are
+  means over the later half of the steps. A run that collapsed keeps its last value.
+- Core-seconds are of training and evaluation; fine-tuning is shared and not among them.
+"""
+
+
+def write_study_report(
+    plan: Plan, configs: Mapping[tuple[str, int], RunConfig], folder: Path, command: str
+) -> list[Finding]:
+    """Write README.md and the figures; what was found about the claims."""
+    results = read_results(plan, folder)
+    found = findings(plan, results)
+    shown = _complete_seeds(plan, results)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = draw_curves(shown, folder)
+    lines = [f"# Study: {plan.name}", "", plan.question, "", f"Made by `{command}`. {_standing(plan, results)}", ""]
+    lines += _claims(plan, found)
+    lines += _arms(plan, results, shown)
+    lines += _pictures(figures)
+    lines += _failures(results)
+    lines += _settings(plan, configs)
+    lines.append(_READING.format(correction=CORRECTION))
+    write_durably(folder / "README.md", "\n".join(lines))
+    return found
+
+
+def _standing(plan: Plan, results: Mapping[tuple[str, int], Result]) -> str:
+    planned = len(plan.runs())
+    failed = sum(bool(result.failure) for result in results.values())
+    ended = f"{len(results)} of {planned} runs have ended"
+    return f"{ended}, {failed} of them failed." if failed else f"{ended}."
+
+
+def _complete_seeds(plan: Plan, results: Mapping[tuple[str, int], Result]) -> dict[str, list[Result]]:
+    """By arm: the runs that did not fail, of seeds that ended in every arm that has them."""
+    planned = plan.runs()
+    over = {seed for _, seed in planned if all((arm.name, seed) in results for arm, other in planned if other == seed)}
+    return {
+        arm.name: [
+            results[arm.name, seed]
+            for seed in sorted(over)
+            if (arm.name, seed) in results and not results[arm.name, seed].failure
+        ]
+        for arm in plan.arms
+    }
+
+
+def _claims(plan: Plan, found: Sequence[Finding]) -> list[str]:
+    if not found:
+        return []
+    lines = ["## Claims", ""]
+    if any(finding.pending for finding in found):
+        lines += ["Not all runs have ended, so nothing is decided yet.", ""]
+    lines += ["| verdict | claim | difference | interval | pairs | p, corrected |", "|---|---|---|---|---|---|"]
+    for finding in found:
+        decision = finding.decision
+        cells = ["", "", str(len(finding.pairing.differences)), ""]
+        if decision is not None:
+            interval = decision.interval
+            cells = [
+                f"{interval.mean:+.3f}",
+                f"{interval.low:+.3f} to {interval.high:+.3f} ({decision.confidence:.1%})",
+                str(interval.count),
+                f"{decision.adjusted_p:.3g}",
+            ]
+        lines.append(f"| {' | '.join((f'**{finding.verdict}**', finding.claim.text, *cells))} |")
+    lines.append("")
+    for finding in found:
+        claim = finding.claim
+        lines += [f"### {claim.id}: {finding.verdict}", "", f"{claim.text} {sentence(finding, plan)}", ""]
+        if finding.decision is not None:
+            each = ", ".join(f"{difference:+.3f}" for difference in finding.pairing.differences)
+            lines += [f"By seed: {each}.", ""]
+        if claim.paper:
+            lines += [f"The paper: {claim.paper}", ""]
+    return lines
+
+
+def _arms(plan: Plan, results: Mapping[tuple[str, int], Result], shown: Mapping[str, Sequence[Result]]) -> list[str]:
+    lines = [
+        "## Arms", "",
+        f"`final` is the {measure_name('final')} of a run, `gain` what it is above the run's first.", "",
+        "| arm | seeds | final | gain | area | EV | age | masked | clock, s | core-s | collapsed | failed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for arm in plan.arms:
+        runs = shown[arm.name]
+        failed = sum(bool(result.failure) for (name, _), result in results.items() if name == arm.name)
+        cells = (
+            arm.name,
+            f"{len(runs)} of {plan.seeds_of(arm.name)}",
+            _with_interval([run.measure("final") for run in runs]),
+            _with_interval([_gain(run) for run in runs], sign="+"),
+            _mean([run.measure("area") for run in runs]),
+            _mean([run.later_mean("critic/explained_variance") for run in runs], ".2f"),
+            _mean([run.later_mean("age/mean") for run in runs], ".1f"),
+            _mean([run.later_mean("actor/masked_low_share", "actor/masked_high_share") for run in runs], ".2%"),
+            _mean([run.measure("time/clock") for run in runs], ",.0f"),
+            _mean([run.environment.get("core_seconds") for run in runs], ",.0f"),
+            str(sum(run.collapsed for run in runs)),
+            str(failed),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _gain(run: Result) -> float | None:
+    _, means = run.curve()
+    return float(means[-1] - means[0]) if len(means) > 1 else None
+
+
+def _mean(values: Sequence[float | None], form: str = ".3f") -> str:
+    numbers = [value for value in values if value is not None]
+    return format(sum(numbers) / len(numbers), form) if numbers else ""
+
+
+def _with_interval(values: Sequence[float | None], sign: str = "") -> str:
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < 2:
+        return _mean(numbers, f"{sign}.3f")
+    interval = paired_t_interval(numbers)
+    return f"{interval.mean:{sign}.3f} ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
+
+
+def _pictures(figures: Sequence[str]) -> list[str]:
+    captions = {
+        "equal_samples.png": "Held-out tasks solved at equal numbers of rollouts, with 95 % intervals over seeds.",
+        "equal_time.png": "The same over the run's clock; right of the dotted line not every arm has a value.",
+    }
+    lines = ["## Learning curves", ""] if figures else []
+    for name in figures:
+        lines += [f"![{captions[name]}]({name})", "", f"*{captions[name]}*", ""]
+    return lines
+
+
+def _failures(results: Mapping[tuple[str, int], Result]) -> list[str]:
+    failed = [result for result in results.values() if result.failure]
+    if not failed:
+        return []
+    lines = ["## Runs that failed", "", "| arm | seed | step | reason |", "|---|---|---|---|"]
+    for result in failed:
+        reason = result.failure.splitlines()[-1].replace("|", "\\|")
+        lines.append(f"| {result.arm} | {result.seed} | {result.last_step} | {reason} |")
+    return [*lines, ""]
+
+
+def _settings(plan: Plan, configs: Mapping[tuple[str, int], RunConfig]) -> list[str]:
+    lines = ["## What the arms are", "", "| arm | recipe | also set | slots | eta | group | steps |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for arm in plan.arms:
+        loop = configs[arm.name, 0].loop
+        numbers = (loop.concurrency, loop.max_batches_ahead, loop.group_size, loop.steps)
+        lines.append(f"| {' | '.join((arm.name, arm.recipe, _code(arm), *map(str, numbers)))} |")
+    everywhere = ", ".join(f"`{setting}`" for setting in plan.set)
+    lines += ["", f"All arms: `{plan.base}`{f', {everywhere}' if everywhere else ''}."]
+    if plan.collapse is not None:
+        lines.append(
+            f"A run ends where an evaluation from step {plan.collapse.from_step} on is below {plan.collapse.below:g}."
+        )
+    return [*lines, ""]
+
+
+def _code(arm: Arm) -> str:
+    return ", ".join(f"`{setting}`" for setting in arm.set)

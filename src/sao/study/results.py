@@ -1,0 +1,212 @@
+"""What is kept of a study's runs, read back: which are there, which no longer match the plan, what they measured."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sao.config import RunConfig, resolve
+from sao.config_tree import ConfigError
+from sao.observe.run_data import MetricRows, Series, read_metrics
+from sao.study.keep import FAILED
+from sao.study.plan import Claim, Plan
+
+MEAN = "eval/overall/mean"
+LATER = 0.5
+"""Means over training are of the steps after this share, when a run has settled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """One run that ended."""
+
+    arm: str
+    """Name of its arm."""
+    seed: int
+    """Pairs it with the other arms' runs."""
+    metrics: MetricRows
+    """Rows of its metrics.jsonl."""
+    environment: Mapping[str, Any]
+    """What environment.json says: versions, machine, seconds."""
+    steps: int
+    """Planned training steps."""
+    batch_size: int
+    """Rollouts per step."""
+    failure: str = ""
+    """Why it failed; "" for a run that did not."""
+
+    @property
+    def last_step(self) -> int:
+        """Steps done."""
+        return max((int(row["step"]) for row in self.metrics.stage("train")), default=0)
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether it ended before its steps were done, by the plan's rule."""
+        return not self.failure and self.last_step < self.steps
+
+    def curve(self) -> tuple[Series, Series]:
+        """Steps and means of its evaluations; a run that collapsed goes on at its last value."""
+        steps, means = self.metrics.series(MEAN, "eval")
+        if len(steps) and self.collapsed and steps[-1] < self.steps:
+            steps, means = np.append(steps, self.steps), np.append(means, means[-1])
+        return steps, means
+
+    def seconds_at(self, steps: Series) -> Series:
+        """Seconds of the run's clock at training steps (N,), 0 at the start; after a collapse it goes on as before."""
+        done, clock = self.metrics.series("time/clock")
+        if not len(done):
+            return np.zeros_like(steps)
+        pace = clock[-1] / done[-1]
+        inside = np.interp(steps, np.append(0.0, done), np.append(0.0, clock))
+        return np.where(steps > done[-1], steps * pace, inside)
+
+    def measure(self, name: str) -> float | None:
+        """A measure of a claim; None where the run does not have it."""
+        if name == "final":
+            _, values = self.metrics.series(MEAN, "eval")
+            return float(values[-1]) if len(values) else None
+        if name == "area":
+            steps, means = self.curve()
+            if len(steps) < 2:
+                return None
+            return float(np.trapezoid(means, steps) / (steps[-1] - steps[0]))
+        for stage in ("eval", "train", "value_pretraining", "sft"):
+            _, values = self.metrics.series(name, stage)
+            if len(values):
+                return float(values[-1])
+        return None
+
+    def later_mean(self, *keys: str) -> float | None:
+        """Mean over the later steps of the sum of keys; None where no step has them all."""
+        _, *columns = self.metrics.aligned(*keys)
+        late = [column[int(LATER * len(column)) :] for column in columns]
+        return float(np.sum(late, axis=0).mean()) if len(late[0]) else None
+
+
+def run_folder(folder: Path, arm: str, seed: int) -> Path:
+    """Where a run's results are kept."""
+    return folder / arm / f"seed-{seed}"
+
+
+def read_results(plan: Plan, folder: Path) -> dict[tuple[str, int], Result]:
+    """Every run of the plan that ended, by arm and seed."""
+    found: dict[tuple[str, int], Result] = {}
+    for arm, seed in plan.runs():
+        place = run_folder(folder, arm.name, seed)
+        if place.is_dir():
+            found[arm.name, seed] = _read(place, arm.name, seed)
+    return found
+
+
+def _read(place: Path, arm: str, seed: int) -> Result:
+    config = resolve(place / "config.toml")
+    environment, failed = place / "environment.json", place / FAILED
+    try:
+        machine = json.loads(environment.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        machine = {}
+    return Result(
+        arm=arm,
+        seed=seed,
+        metrics=read_metrics(place / "metrics.jsonl"),
+        environment=machine,
+        steps=config.loop.steps,
+        batch_size=config.loop.batch_size,
+        failure=failed.read_text(encoding="utf-8").strip() if failed.is_file() else "",
+    )
+
+
+def mismatches(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> list[str]:
+    """A line for each run that is kept and is not what the plan says now, key by key. Empty if all match."""
+    lines: list[str] = []
+    for (arm, seed), config in configs.items():
+        place = run_folder(folder, arm, seed)
+        if not place.is_dir():
+            continue
+        differences = _differences(place / "config.toml", config)
+        if differences:
+            lines.append(f"{arm}, seed {seed}: " + "; ".join(differences))
+    return lines
+
+
+def require_match(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> None:
+    """Raise ValueError where a kept run is not what the plan says now."""
+    lines = mismatches(configs, folder)
+    if lines:
+        raise ValueError(
+            f"{len(lines)} runs in {folder} are not what the plan says now; nothing was run, mixed or deleted:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nPut the plan back, move these runs away, or name another folder by --folder"
+        )
+
+
+def _differences(stored: Path, config: RunConfig) -> list[str]:
+    try:
+        before = _leaves(dataclasses.asdict(resolve(stored)))
+    except ConfigError as error:
+        return [f"its configuration cannot be read: {error}"]
+    now = _leaves(dataclasses.asdict(config))
+    keys = [*now, *(key for key in before if key not in now)]
+    return [
+        f"{key} was {_shown(before, key)}, is {_shown(now, key)}"
+        for key in keys
+        if before.get(key, math.nan) != now.get(key, math.nan)
+    ]
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    return repr(leaves[key]) if key in leaves else "absent"
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of nested tables and lists of tables, by its key."""
+    if isinstance(value, dict):
+        items: Sequence[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+        items = list(enumerate(value))
+    else:
+        return {prefix: tuple(value) if isinstance(value, list) else value}
+    return {key: leaf for name, inner in items for key, leaf in _leaves(inner, f"{prefix}.{name}".strip(".")).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """How far a claim's pairs are."""
+
+    claim: Claim
+    """What is claimed."""
+    differences: tuple[float, ...]
+    """Better minus worse, one per seed whose two runs measured both."""
+    lost: tuple[str, ...]
+    """Why pairs will not come: a run failed, or did not measure it."""
+    missing: int
+    """Pairs that are still to be run."""
+
+
+def pair(plan: Plan, claim: Claim, results: Mapping[tuple[str, int], Result]) -> Pairing:
+    """The paired differences of a claim."""
+    differences: list[float] = []
+    lost: list[str] = []
+    missing = 0
+    for seed in range(plan.pairs(claim)):
+        runs = [results.get((arm, seed)) for arm in (claim.better, claim.worse)]
+        if None in runs:
+            missing += 1
+            continue
+        values: list[float] = []
+        for run in runs:
+            assert run is not None
+            value = None if run.failure else run.measure(claim.measure)
+            if value is None:
+                lost.append(f"{run.arm}, seed {seed} {'failed' if run.failure else f'has no {claim.measure}'}")
+            else:
+                values.append(value)
+        if len(values) == 2:
+            differences.append(values[0] - values[1])
+    return Pairing(claim=claim, differences=tuple(differences), lost=tuple(lost), missing=missing)

@@ -1,0 +1,93 @@
+"""Plans: what is below what, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from sao.config_tree import ConfigError
+from sao.study.plan import arm_configs, read_plan
+
+BASE = """
+[loop]
+batch_size = 32
+group_size = 2
+[algorithm]
+ratio_low = 0.4
+"""
+PLAN = """
+name = "p"
+base = "base.toml"
+seeds = 2
+set = ["loop.steps=7", "loop.batch_size=16"]
+[[arms]]
+name = "a"
+recipe = "grpo-dis"
+seeds = 3
+set = ["loop.batch_size=24"]
+[[arms]]
+name = "b"
+[[claims]]
+id = "c"
+text = "A is better."
+better = "a"
+worse = "b"
+"""
+
+
+def write(folder: Path, plan: str = PLAN, base: str = BASE) -> Path:
+    (folder / "base.toml").write_text(base)
+    path = folder / "plan.toml"
+    path.write_text(plan)
+    return path
+
+
+def test_what_lies_above_what(tmp_path: Path) -> None:
+    """Catches a base that overrides the recipe, and an arm that does not override the plan."""
+    path = write(tmp_path, PLAN + "[collapse]\nbelow = 0.05\nfrom_step = 3\n")
+    plan = read_plan(path)
+    configs = arm_configs(plan, path)
+    assert list(configs) == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
+    a, b = configs["a", 1], configs["b", 1]
+    assert (a.loop.steps, a.loop.batch_size, a.loop.group_size) == (7, 24, 8)
+    assert (b.loop.steps, b.loop.batch_size, b.loop.group_size) == (7, 16, 2)
+    assert (a.algorithm.ratio_low, b.algorithm.ratio_low) == (0.7, 0.4)
+    assert (a.recipe, a.seed, a.name, b.recipe) == ("grpo-dis", 1, "p-a", "")
+    assert (a.evaluation.stop_below, a.evaluation.stop_from_step) == (0.05, 3)
+    assert plan.pairs(plan.claims[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('better = "a"', 'better = "aa"'), "claim 'c' names the arm 'aa', .* did you mean 'a'"),
+        (('better = "a"', 'better = "b"'), "claim 'c' compares 'b' with itself"),
+        (('name = "b"', 'name = "a"'), "two arms are called 'a'"),
+        (('name = "b"', 'name = "../b"'), r"arms\.name is '\.\./b'; it names a folder"),
+        (("seeds = 2", "seeds = 1"), "arm 'b' has 1 seed; an interval needs at least 2"),
+        (('worse = "b"', 'worse = "b"\nkind = "equivalent"'), "claim 'c' says equivalent with margin 0; it"),
+        (('worse = "b"', 'worse = "b"\nkind = "better"'), r"claims\.0\.kind"),
+        (("[[claims]]", "[[claim]]"), "unknown key claim; did you mean claims"),
+        (('recipe = "grpo-dis"', 'recipes = "grpo-dis"'), r"unknown key arms\.0\.recipes; did you mean arms\.0\."),
+        (('id = "c"', ""), "id"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_plan_are_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    """Catches a mistake that shows after hours of runs, or as a trace."""
+    with pytest.raises(ConfigError, match=said):
+        read_plan(write(tmp_path, PLAN.replace(*change, 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("grpo-dis", "grpodis"), "arm 'a': recipe is 'grpodis', which is none; did you mean 'grpo-dis'"),
+        (("loop.batch_size=24", "loop.batchsize=24"), r"arm 'a': unknown key loop\.batchsize; did you"),
+        (("loop.batch_size=24", "loop.batch_size=25"), "arm 'a': .*not a multiple"),
+        (("base.toml", "none.toml"), r"cannot read the configuration .*none\.toml"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_an_arm_are_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    """Catches an unknown recipe or override without the nearest name."""
+    path = write(tmp_path, PLAN.replace(*change, 1))
+    with pytest.raises(ConfigError, match=said):
+        arm_configs(read_plan(path), path)

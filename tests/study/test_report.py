@@ -1,0 +1,179 @@
+"""Measures, pairs and reports, from results that are written by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import small_config
+
+from sao.config import RunConfig, to_toml
+from sao.study.keep import FAILED
+from sao.study.plan import Arm, Claim, Plan
+from sao.study.prepare import parts_of
+from sao.study.report import write_study_report
+from sao.study.results import mismatches, pair, read_results, require_match, run_folder
+from sao.study.verdicts import findings
+
+STEPS = 40
+
+
+def keep(
+    folder: Path, arm: str, seed: int, means: list[float], *, steps: int = STEPS, config: RunConfig | None = None
+) -> Path:
+    """Results of a run that was evaluated every ten steps, each of which took half a second."""
+    place = run_folder(folder, arm, seed)
+    place.mkdir(parents=True)
+    (place / "config.toml").write_text(to_toml(config or config_of(seed)))
+    rows = [{"step": 10 * n, "stage": "eval", "eval/overall/mean": mean} for n, mean in enumerate(means)]
+    for step in range(1, steps + 1):
+        masked = {"actor/masked_low_share": 0.01, "actor/masked_high_share": 0.0}
+        rows.append({"step": step, "stage": "train", "time/clock": step / 2, "age/mean": float(step), **masked})
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "environment.json").write_text('{"seconds": 60.4, "core_seconds": 90.0}')
+    return place
+
+
+def config_of(seed: int) -> RunConfig:
+    return small_config(f"loop.steps={STEPS}", f"seed={seed}")
+
+
+def plan_of(*claims: Claim, seeds: int = 3) -> Plan:
+    arms = tuple(Arm(name=name) for name in ("a", "b", "c"))
+    return Plan(name="hand", question="Which?", arms=arms, claims=claims, seeds=seeds)
+
+
+def claim(id: str, better: str, worse: str, **more: object) -> Claim:
+    return Claim(id=id, text=f"{better} beats {worse}.", better=better, worse=worse, **more)  # type: ignore[arg-type]
+
+
+def configs_of(plan: Plan) -> dict[tuple[str, int], RunConfig]:
+    return {(arm.name, seed): config_of(seed) for arm, seed in plan.runs()}
+
+
+def test_measures_by_hand(tmp_path: Path) -> None:
+    """Catches an area over evaluations and not over steps, and a collapsed run that is scored until its end only."""
+    keep(tmp_path, "a", 0, [0.0, 0.5, 0.5, 0.5, 1.0])
+    keep(tmp_path, "b", 0, [0.5, 0.5, 0.0], steps=20)
+    results = read_results(plan_of(), tmp_path)
+    whole, fallen = results["a", 0], results["b", 0]
+    assert whole.measure("final") == 1.0
+    assert whole.measure("area") == pytest.approx((0.25 + 0.5 + 0.5 + 0.75) / 4)
+    assert whole.measure("time/clock") == 20.0
+    assert whole.measure("critic/loss") is None
+    assert (whole.collapsed, fallen.collapsed) == (False, True)
+    assert fallen.measure("area") == pytest.approx((0.5 + 0.25) / 4)
+    assert fallen.curve()[0].tolist() == [0, 10, 20, 40]
+    assert fallen.seconds_at(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 5.0, 20.0]
+    assert whole.later_mean("age/mean") == pytest.approx(np.mean(range(21, 41)))
+    assert whole.later_mean("actor/masked_low_share", "actor/masked_high_share") == pytest.approx(0.01)
+    assert whole.later_mean("critic/explained_variance") is None
+
+
+def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
+    """Catches runs of different seeds in a pair, the wrong sign, and a run that failed as one that is still to come."""
+    for seed, (a, b) in enumerate([(0.5, 0.25), (0.75, 0.25)]):
+        keep(tmp_path, "b", seed, [0.0, b])
+        keep(tmp_path, "a", seed, [0.0, a])
+    (keep(tmp_path, "c", 0, [0.0, 0.125]) / FAILED).write_text("exit code 2\nwhy\n")
+    plan = plan_of(claim("one", "a", "b"), claim("two", "c", "a"))
+    results = read_results(plan, tmp_path)
+    one, two = (pair(plan, each, results) for each in plan.claims)
+    assert (one.differences, one.missing, one.lost) == ((0.25, 0.5), 1, ())
+    assert (two.differences, two.missing, two.lost) == ((), 2, ("c, seed 0 failed",))
+    assert [finding.verdict for finding in findings(plan, results)] == ["not yet", "not yet"]
+
+
+def test_what_did_not_reproduce_comes_first(tmp_path: Path) -> None:
+    """Catches a report that opens with what went well, and a verdict that its own interval does not carry."""
+    for seed in range(3):
+        keep(tmp_path, "a", seed, [0.25, 0.80 + 0.01 * seed])
+        keep(tmp_path, "b", seed, [0.25, 0.50 + 0.02 * seed])
+        keep(tmp_path, "c", seed, [0.25, 0.50 + 0.20 * (seed - 1)])
+    plan = plan_of(
+        claim("above", "a", "b", paper="97.3 against 79.8."),
+        claim("open", "c", "b"),
+        claim("wrong", "b", "a"),
+        claim("alike", "a", "b", kind="equivalent", margin=0.5),
+    )
+    found = write_study_report(plan, configs_of(plan), tmp_path, "sao study hand.toml")
+    assert [(finding.claim.id, finding.verdict) for finding in found] == [
+        ("wrong", "does not hold"), ("open", "undecided"), ("above", "holds"), ("alike", "holds"),
+    ]  # fmt: skip
+    text = (tmp_path / "README.md").read_text()
+    places = [text.index(f"### {finding.claim.id}: {finding.verdict}") for finding in found]
+    assert places == sorted(places)
+    assert "b minus a, last evaluation: -0.290, " in text
+    assert "The difference is below 0: the claim is contradicted." in text
+    assert "By seed: -0.300, -0.290, -0.280." in text
+    assert "The paper: 97.3 against 79.8." in text
+    assert "| a | 3 of 3 | 0.810 (0.785 to 0.835) | +0.560 (+0.535 to +0.585) |" in text
+    assert "9 of 9 runs have ended." in text
+
+
+def test_tables_hold_complete_seeds_only(tmp_path: Path) -> None:
+    """Catches an arm that is shown over more seeds than another, and a failed run without its row."""
+    for seed in range(2):
+        keep(tmp_path, "a", seed, [0.0, 0.5])
+        keep(tmp_path, "b", seed, [0.0, 0.5])
+    (keep(tmp_path, "c", 0, [0.0]) / FAILED).write_text("exit code 2\nerror: a | b\n")
+    plan = plan_of(claim("one", "a", "b"))
+    write_study_report(plan, configs_of(plan), tmp_path, "sao study hand.toml")
+    text = (tmp_path / "README.md").read_text()
+    assert "5 of 9 runs have ended, 1 of them failed." in text
+    assert "| a | 1 of 3 | 0.500 | +0.500 |" in text
+    assert "| c | 0 of 3 |" in text
+    assert r"| c | 0 | 40 | error: a \| b |" in text
+    assert "nothing is decided yet" in text
+
+
+def test_a_report_on_nothing(tmp_path: Path) -> None:
+    """Catches a report that needs a run."""
+    plan = plan_of(claim("one", "a", "b"))
+    write_study_report(plan, configs_of(plan), tmp_path / "new", "sao study hand.toml")
+    assert "0 of 9 runs have ended." in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_kept_runs_are_compared_by_their_values(tmp_path: Path) -> None:
+    """Catches a setting that came new, at its default, taken for a change, and a real change passed over."""
+    plan = plan_of()
+    place = keep(tmp_path, "a", 0, [0.0])
+    assert mismatches(configs_of(plan), tmp_path) == []
+    text = (place / "config.toml").read_text()
+    (place / "config.toml").write_text(text.replace("stop_from_step = 0\n", ""))
+    require_match(configs_of(plan), tmp_path)
+    (place / "config.toml").write_text(text.replace("batch_size = 6\n", "batch_size = 12\n", 1))
+    assert mismatches(configs_of(plan), tmp_path) == ["a, seed 0: loop.batch_size was 12, is 6"]
+    (place / "config.toml").write_text(text + "\n[gone]\nx = 1\n")
+    with pytest.raises(ValueError, match=r"(?s)1 runs in .*a, seed 0: its configuration cannot be read: .*gone"):
+        require_match(configs_of(plan), tmp_path)
+
+
+CHAIN = ('tasks.source="chain"', 'environment.name="math_python"', "sft=[{demonstrations=40}]")
+
+
+def test_parts_are_shared_by_what_they_depend_on() -> None:
+    """Catches a policy of another seed or task that is shared, and one that is made again for another method."""
+
+    def names(*changes: str) -> list[str]:
+        return [part.name for part in parts_of(small_config(*CHAIN, "value_pretraining.rollouts=8", *changes))]
+
+    sft, rollouts = names()
+    assert (sft[:4], rollouts[:9]) == ("sft-", "rollouts-")
+    alike = ("algorithm.alpha=1.0", "trainer.critic_updates=1", "loop.steps=9", "name=other", "evaluation.tasks=3")
+    alike += ("value_pretraining.fit.lr=1e-3", "loop.max_batches_ahead=9", "trainer_cost.update_seconds=1.0")
+    assert names(*alike) == [sft, rollouts]
+    assert names("environment.math_python.latency.median_s=0.5")[0] == sft
+    for change in (
+        "environment.math_python.latency.median_s=0.5",
+        "value_pretraining.rollouts=9",
+        "rollout.max_turns=4",
+    ):
+        assert names(change)[1] != rollouts
+    for change in ("seed=1", "tasks.chain.max_steps=3", "model.hidden_size=48", "sft.0.fit.lr=1e-3", "tasks.limit=7"):
+        assert names(change)[0] != sft
+        assert names(change)[1] != rollouts
+    without = parts_of(replace(small_config(*CHAIN), value_pretraining=None))
+    assert [part.name for part in without] == [sft]
+    assert parts_of(small_config()) == []

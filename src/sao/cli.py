@@ -38,7 +38,7 @@ from sao.observe.inspector import format_rollout, format_summaries, inspect_roll
 from sao.observe.report import write_report
 from sao.preflight import preflight
 from sao.progress import ConsoleReporter
-from sao.rollout.process import WorkerStartError
+from sao.rollout.pool import WorkerStartError
 from sao.rollout.teacher import TeacherError
 from sao.single import (
     Policy,

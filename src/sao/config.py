@@ -30,7 +30,7 @@ from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
-from sao.rollout.process import ProcessWorkersConfig
+from sao.rollout.pool import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
 from sao.store.toml import toml_lines

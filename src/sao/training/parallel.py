@@ -31,7 +31,7 @@ from sao.models.load import Device, find_device, named_weights
 from sao.models.scoring import action_logprobs
 from sao.pipeline.packing import MicroBatch
 from sao.training.critic import Critic, decoder_layers
-from sao.training.protocol import TrainerError
+from sao.training.protocol import TrainerError, TrainerLostError
 from sao.training.tensors import forward_inputs, to_tensor
 from sao.training.ulysses import SequenceGroup, gather, piece_of, use_ulysses
 from sao.types import IntArray
@@ -154,7 +154,7 @@ class ShardedRanks(OneRank):
     sharded = True
 
     def __init__(self, place: Place) -> None:
-        """Meet the other ranks. Raises TrainerError if they do not come within the time limit."""
+        """Meet the other ranks. Raises TrainerLostError if they do not come within the time limit."""
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self.device = _device(place)
         if place.interface:
@@ -169,7 +169,7 @@ class ShardedRanks(OneRank):
                 timeout=timedelta(seconds=place.timeout_s),
             )
         except (RuntimeError, ValueError) as error:
-            raise TrainerError(
+            raise TrainerLostError(
                 f"rank {place.rank} of {place.num_ranks} could not meet the others at {place.rendezvous}: {error}"
             ) from error
         self._mesh = init_device_mesh(self.device.type, (place.num_ranks,))

@@ -54,7 +54,7 @@ class Place:
     device: Device = "auto"
     """auto takes a GPU per rank where there is one."""
     interface: str = ""
-    """Network interface of the ranks' connections on CPUs, such as `lo`; empty lets gloo choose."""
+    """Network interface of the ranks' connections, such as `lo`; empty lets gloo and NCCL choose."""
     timeout_s: float = 3600.0
     """Longest wait for the other ranks."""
 
@@ -158,7 +158,8 @@ class ShardedRanks(OneRank):
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self.device = _device(place)
         if place.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, place.interface)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
             dist.init_process_group(

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,8 +88,9 @@ class Where:
 class Resident:
     """Base of what lives in actors: says where it is, and asks whether it may be there."""
 
-    def where(self) -> tuple[Where, Software]:
-        """The first call to any actor."""
+    def where(self, path: list[str]) -> tuple[Where, Software]:
+        """The first call to any actor; `path` is where the caller finds its modules, which come after the node's."""
+        sys.path += [place for place in path if place not in sys.path]
         ray = load_ray()
         context = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()
@@ -107,7 +109,7 @@ class Actor:
         handle = start_actor(resident, room, **options)
         try:
             async with limit(timeout_s, "a place"):
-                answer = await asyncio.wrap_future(handle.where.remote().future())
+                answer = await asyncio.wrap_future(handle.where.remote(sys.path).future())
             return cls(handle, checked(answer, room))
         except BaseException as error:
             end_actor(handle)

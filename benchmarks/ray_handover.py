@@ -2,7 +2,7 @@
 
     python benchmarks/ray_handover.py [--quick] [--times 7]
 
-The trainer lays the batch out as rows and packs it, as every step begins, and does nothing else; so a hand-over includes
+The trainer lays the batch out as rows and packs it, as every step begins, and does nothing else; so a hand-over holds
 all that a step must do with a batch before any model sees it. Batches: 32 rollouts of 2,048 tokens and 128 of 4,096,
 half of them actions. The three ways take turns, the median of each counts. Ray is started here, on one node: a batch
 that crosses a network is not measured.
@@ -36,11 +36,13 @@ class Reader:
     """The first thing a trainer does with a batch."""
 
     def begin(self, batch: Batch) -> None:
+        """Read all of it."""
         laid_out = rows(batch.rollouts)
         pack([sequence for rollout in batch.rollouts for sequence in rollout.sequences], 8192)
         self.seen = int(laid_out.token_ids.sum())
 
     def actor_update(self) -> str:
+        """No update."""
         return "critic_only"
 
 
@@ -52,7 +54,7 @@ def make_reader(ranks: OneRank) -> tuple[Reader, None]:
 def make_batch(count: int, tokens: int) -> Batch:
     rng = np.random.default_rng(0)
     action_mask = np.arange(tokens) % 64 >= 32
-    sequence = [
+    sequences = [
         Sequence(
             token_ids=rng.integers(0, 150_000, tokens).astype(np.int32),
             action_mask=action_mask,
@@ -72,8 +74,8 @@ def make_batch(count: int, tokens: int) -> Batch:
             attempt=0,
             sequences=(each,),
             stop_reason=StopReason.FINISHED,
-        )  # fmt: skip
-        for index, each in enumerate(sequence)
+        )
+        for index, each in enumerate(sequences)
     )
     return Batch(step=1, rollouts=rollouts)
 

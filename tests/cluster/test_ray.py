@@ -75,7 +75,7 @@ def test_a_whole_run_whose_engine_worker_and_rank_are_killed(tmp_path: Path) -> 
     check_history(path, steps=16)
     events = (path / "events.log").read_text()
     assert "the trainer was lost; starting again from the last commit" in events
-    assert "rollout worker, process" in events
+    assert "rollout worker: process" in events
     rows = [row for row in read_json_lines(path / "metrics.jsonl").rows if row["stage"] == "train"]
     assert max(row["engine/taken_out"] for row in rows) >= 1
     assert max(row["loop/worker_restarts"] for row in rows) == 1

@@ -187,7 +187,9 @@ def no_room(room: Room, timeout_s: float) -> ActorError:
 def describe_nodes() -> str:
     """Free and all CPUs and GPUs of each node that lives, and its labels."""
     ray = load_ray()
-    free = importlib.import_module("ray._private.state").available_resources_per_node()
+    # Only Ray's inside knows what is free on each node; without that the message tells less.
+    ask = getattr(importlib.import_module("ray._private.state"), "available_resources_per_node", dict[str, Any])
+    free = ask()
     lines: list[str] = []
     for node in ray.nodes():
         if node["Alive"]:

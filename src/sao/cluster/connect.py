@@ -50,9 +50,10 @@ def _join(config: ClusterConfig, needed: tuple[Room, ...]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Actors without GPUs keep the variables of their node; a later Ray does so anyway.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray would give actors, which do all of the work here, what other processes leave of the processors.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"address": config.address}
     if config.address == "local":
-        os.environ.setdefault("RAY_health_check_period_ms", "1000")
         options |= {
             "num_cpus": max(os.cpu_count() or 1, math.ceil(sum(room.cpus for room in needed))),
             "resources": {room.label: 1000 for room in needed if room.label},

@@ -108,7 +108,7 @@ class _ActorPlayer(PlayerHandle):
         super().__init__()
         self._actor = actor
         self._tasks = Tasks()
-        self._told = "was ended"
+        self._told = f"{actor.where} was ended"
 
     @property
     def pid(self) -> int:
@@ -144,7 +144,7 @@ class _ActorPlayer(PlayerHandle):
     async def _end(self) -> str:
         self._actor.kill()
         await self._tasks.stop()
-        return f"rollout worker, {self._actor.where}: {self._fault or self._told}"
+        return f"rollout worker: {self._actor.where} {self._fault}" if self._fault else f"rollout worker: {self._told}"
 
     async def stop(self, timeout_s: float) -> None:
         """See PlayerHandle."""

@@ -176,7 +176,8 @@ def settings(head: str) -> RunConfig:
         "engine.replicas=2", "trainer.ranks=2", "trainer.step_timeout_s=600", f"cluster.address={head}",
         "cluster.host=127.0.0.1", "cluster.interface=lo", "cluster.engine_cpus=0.25", "cluster.engine_on=rollout",
         "cluster.worker_cpus=0.25", "cluster.worker_on=rollout", "cluster.trainer_cpus=1",
-        "cluster.place_timeout_s=300", "loop.engine_timeout_s=900", "workers.start_timeout_s=300", "engine.start_timeout_s=300",
+        "cluster.place_timeout_s=300", "loop.engine_timeout_s=900", "workers.start_timeout_s=300",
+        "engine.start_timeout_s=300",
     )  # fmt: skip
 
 

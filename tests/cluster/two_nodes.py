@@ -43,7 +43,7 @@ PATIENCE_S = 900.0
 class Node:
     """A Ray node of this machine, in a process group of its own."""
 
-    def __init__(self, number: int, head: str, *, cpus: float, label: str, folder: Path) -> None:
+    def __init__(self, number: int, head: str, *, cpus: int, label: str, folder: Path) -> None:
         """`head` is the address of the head node, which the first node becomes."""
         address = f"127.0.0.{number}"
         low = 21000 + 1000 * number
@@ -54,7 +54,8 @@ class Node:
             *(f"--node-ip-address={address}", f"--num-cpus={cpus}", f'--resources={{"{label}": 1000}}'),
             *("--object-store-memory=200000000", f"--min-worker-port={low}", f"--max-worker-port={low + 200}"),
         ]
-        with (folder / f"node-{number}").open("wb") as output:
+        said = folder / f"node-{number}"
+        with said.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -63,8 +64,11 @@ class Node:
                 start_new_session=True,
                 env={**os.environ, "RAY_worker_niceness": "0"},
             )
-        output_file = folder / f"node-{number}"
-        wait_for(lambda: b"Ray runtime started" in output_file.read_bytes(), f"node {number}", watch=self.process)
+        try:
+            wait_for(lambda: b"Ray runtime started" in said.read_bytes(), f"node {number}", watch=self.process)
+        except TimeoutError as error:
+            self.stop()
+            raise RuntimeError(f"node {number} did not start: {said.read_text()[-2000:]}") from error
 
     def kill(self) -> None:
         """As a machine that loses its power: its raylet first, on which all else depends."""
@@ -194,7 +198,7 @@ def main(folder: Path) -> bool:
 
         def add_node() -> Node:
             number = len(nodes) + 1
-            label, cpus = ("head", 1.0) if number == 1 else ("rollout", 2.0)
+            label, cpus = ("head", 1) if number == 1 else ("rollout", 2)
             return Node(number, head, cpus=cpus, label=label, folder=Path(scratch))
 
         try:

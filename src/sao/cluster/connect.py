@@ -64,8 +64,15 @@ def _join(config: ClusterConfig, needed: tuple[Room, ...]) -> None:
         ray.init(**options, log_to_driver=False, logging_level="ERROR", configure_logging=False)
 
     try:
-        keep_signals(start)
-    except Exception as error:  # Ray raises bare exceptions
+        try:
+            keep_signals(start)
+        except Exception as error:  # Ray raises bare exceptions
+            if config.address != "local" or "timed out" not in str(error):
+                raise
+            # It allows its own processes 30 seconds, which a busy machine may not leave them.
+            ray.shutdown()
+            keep_signals(start)
+    except Exception as error:
         raise ClusterError(
             f"cannot {'start Ray here' if config.address == 'local' else f'join the Ray cluster at {config.address}'}: "
             f"{told(error)}"

@@ -7,7 +7,7 @@ all that a step must do with a batch before any model sees it. Batches: 32 rollo
 half of them actions. The three ways take turns, the median of each counts. Ray is started here, on one node: a batch
 that crosses a network is not measured.
 
-    ratio = seconds through Ray / seconds in this process        at most 10: a few tens of milliseconds of a step
+    ratio = seconds through Ray / seconds in this process        at most 5: milliseconds of a step
     ratio = seconds through Ray / seconds through the pipe       at most 2
 """
 
@@ -28,7 +28,7 @@ from sao.training.parallel import OneRank
 from sao.training.process import ProcessTrainer
 from sao.types import Batch, Rollout, Sequence, StopReason
 
-LIMITS = {"this process": 10.0, "a pipe": 2.0}
+LIMITS = {"this process": 5.0, "a pipe": 2.0}
 SIZES = ((32, 2048), (128, 4096))
 
 

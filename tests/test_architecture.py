@@ -14,8 +14,8 @@ ROOT = Path(sao.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = (
     "types", "clock", "store", "algorithm", "observe", "envs", "models", "engines", "rollout", "pipeline", "training",
-    "evaluate", "loop", "intake", "orchestrator", "config_tree", "recipes", "config", "resume", "build",
-    "evaluator", "stages", "single", "preflight", "progress", "study", "cli", "entry",
+    "evaluate", "cluster", "loop", "intake", "orchestrator", "interruptions", "config_tree", "recipes", "config",
+    "resume", "build", "evaluator", "stages", "single", "preflight", "progress", "study", "cli", "entry",
 )  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 400, 60
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_a_dead_trainer_ends_the_run(tmp_path: Path) -> None:
     """Catches a loop that waits an hour for a trainer that is gone."""
     path = tmp_path / "run"
     config = begun(path)
+    config = replace(config, trainer=replace(config.trainer, max_restarts=0))
     with pytest.raises(TrainerError, match=r"the trainer process ended: killed by SIGKILL; .* out of memory"):
         go_on(path, config, {3: lambda: kill("trainer")})
     wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end")

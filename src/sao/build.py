@@ -13,6 +13,11 @@ from pathlib import Path
 import torch
 
 from sao.clock import Clock
+from sao.cluster.connect import own_host
+from sao.cluster.engines import local_replica, vllm_replica
+from sao.cluster.settings import Room
+from sao.cluster.trainer import RayTrainer
+from sao.cluster.workers import RayWorkers
 from sao.config import RunConfig
 from sao.engines.local import LocalEngine
 from sao.engines.pool import EnginePool
@@ -25,6 +30,7 @@ from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
+from sao.rollout.pool import WorkerPool
 from sao.rollout.process import ProcessWorkers
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.renderer import ChatRenderer, load_renderer
@@ -100,7 +106,7 @@ def make_core(
 def make_trainer(
     config: RunConfig, clock: Clock, model: Path, snapshots: Path, progress: Progress | None = None
 ) -> Trainer:
-    """In a process of its own, or one per rank, in real time; inline in virtual time.
+    """In a process of its own, or one per rank, in real time, or in actors of a cluster; inline in virtual time.
 
     `progress` shows value pretraining's updates.
     """
@@ -116,8 +122,10 @@ def make_trainer(
             device=config.model.device,
             timeout_s=settings.step_timeout_s,
         )
-    timeout_s = settings.step_timeout_s
-    return ProcessTrainer(build, threads=settings.threads, timeout_s=timeout_s, progress=progress, place=place)
+    timeout_s, threads = settings.step_timeout_s, settings.threads
+    if config.cluster.address:
+        return RayTrainer(build, config.cluster, threads=threads, timeout_s=timeout_s, progress=progress, place=place)
+    return ProcessTrainer(build, threads=threads, timeout_s=timeout_s, progress=progress, place=place)
 
 
 async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot, *, purpose: Purpose = "training") -> Engine:
@@ -126,15 +134,18 @@ async def make_engine(config: RunConfig, clock: Clock, snapshot: Snapshot, *, pu
         return LocalEngine.from_snapshot(snapshot, clock, config.engine, config.engine_cost)
     evaluating = purpose == "evaluation"
     servers = config.vllm.evaluation_servers if evaluating else config.vllm.servers
-    if config.engine.kind == "vllm" and (servers or not evaluating):
-        make, size = partial(_vllm_replica, config, servers), len(servers) or config.engine.replicas
-        return await EnginePool.start(make, size, snapshot, config.pool)
-    if config.engine.replicas > 1 and not evaluating:
-        return await EnginePool.start(partial(_local_replica, config), config.engine.replicas, snapshot, config.pool)
-    return await ProcessEngine.start(snapshot, config.engine)
+    vllm = config.engine.kind == "vllm" and (bool(servers) or not evaluating)
+    size = (vllm and len(servers)) or (1 if evaluating else config.engine.replicas)
+    if not vllm and size == 1 and not config.cluster.address:
+        return await ProcessEngine.start(snapshot, config.engine)
+    make = partial(_vllm_replica, config, servers) if vllm else partial(_local_replica, config)
+    host = own_host(config.cluster) if config.cluster.address else ""
+    return await EnginePool.start(make, size, snapshot, config.pool, host)
 
 
 async def _local_replica(config: RunConfig, place: int, snapshot: Snapshot) -> Engine:
+    if config.cluster.address:
+        return await local_replica(config.cluster, config.engine, snapshot)
     return await ProcessEngine.start(snapshot, config.engine)
 
 
@@ -142,6 +153,8 @@ async def _vllm_replica(config: RunConfig, servers: tuple[str, ...], place: int,
     """The engine of a running server, or of one that is started from the snapshot's folder and ends with the engine."""
     if servers:
         return await VllmEngine.connect(servers[place], snapshot, config.engine, config.vllm)
+    if config.cluster.address:
+        return await vllm_replica(config.cluster, config.engine, config.vllm, place, snapshot)
     process = await VllmServer.start(snapshot.location, config.engine, config.vllm, index=place)
     return await VllmEngine.connect(process.address, snapshot, config.engine, config.vllm, process=process)
 
@@ -166,9 +179,11 @@ async def make_worker(
             config.tokenizer.tool_role,
             tokenizer,
             engine.address,
+            engine.secret,
             config.seed,
         )
-        workers = ProcessWorkers(
+        make = partial(RayWorkers, config.cluster) if config.cluster.address else ProcessWorkers
+        workers = make(
             worker_parts,
             arguments,
             clock,
@@ -187,7 +202,20 @@ async def make_worker(
 
 def worker_restarts(worker: RolloutWorker) -> int:
     """Processes of a worker that were replaced; 0 for one without."""
-    return worker.restarts if isinstance(worker, ProcessWorkers) else 0
+    return worker.restarts if isinstance(worker, WorkerPool) else 0
+
+
+def cluster_rooms(config: RunConfig) -> tuple[Room, ...]:
+    """All that a run asks of a cluster: replicas and workers, those of evaluation too, and the trainer's ranks."""
+    servers = config.engine.kind == "vllm" and config.vllm.servers
+    replicas = 0 if servers else config.engine.replicas
+    evaluating = 0 if config.engine.kind == "vllm" and config.vllm.evaluation_servers else 1
+    cluster = config.cluster
+    return (
+        *[cluster.engine] * (replicas + evaluating),
+        *[cluster.trainer] * config.trainer.ranks,
+        *[cluster.worker] * (2 * config.worker_processes),
+    )
 
 
 def make_sinks(config: RunConfig, folder: Path) -> tuple[MetricsSink, ...]:

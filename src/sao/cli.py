@@ -39,7 +39,7 @@ from sao.observe.report import write_report
 from sao.preflight import preflight
 from sao.progress import ConsoleReporter
 from sao.recipes import RECIPES, find_recipe, recipe_lines, recipes_page
-from sao.rollout.process import WorkerStartError
+from sao.rollout.pool import WorkerStartError
 from sao.rollout.teacher import TeacherError
 from sao.single import (
     Policy,

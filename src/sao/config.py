@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from sao.algorithm.sao import AlgorithmConfig
+from sao.cluster.settings import ClusterConfig
 from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, merged, readable
 from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
@@ -31,7 +32,7 @@ from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
 from sao.pipeline.baselines import BaselineConfig
 from sao.recipes import find_recipe
-from sao.rollout.process import ProcessWorkersConfig
+from sao.rollout.pool import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
 from sao.store.toml import toml_lines
@@ -138,6 +139,8 @@ class RunConfig:
     """vLLM servers, for engine.kind = "vllm"."""
     pool: PoolConfig = field(default_factory=PoolConfig)
     """How several replicas of the engine, and vLLM servers, are watched."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """On which nodes of a Ray cluster engines, the trainer and rollout workers live."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits of an episode, and its sampling."""
     workers: ProcessWorkersConfig = field(default_factory=ProcessWorkersConfig)
@@ -191,6 +194,8 @@ class RunConfig:
         self.trainer.require_clock(self.clock)
         if self.clock == "virtual" and (self.engine.kind != "local" or self.engine.replicas > 1):
             raise ValueError('in virtual time only one local engine runs: set clock = "real", or engine.replicas to 1')
+        if self.clock == "virtual" and self.cluster.address:
+            raise ValueError('in virtual time all runs in one process; set clock = "real", or cluster.address to ""')
         self.rollout.require_neutral()
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from sao.build import make_renderer, prepare_model, prepare_tokenizer
+from sao.build import cluster_rooms, make_renderer, prepare_model, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
+from sao.cluster.actors import load_ray
+from sao.cluster.connect import check_nodes, cluster
 from sao.config import RunConfig
 from sao.engines.protocol import EngineError
 from sao.engines.vllm import VllmEngine
@@ -67,6 +69,8 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
             if _good(needed):
                 findings += _run(check, config, Path(scratch))
         findings += _run(partial(_disk, folder=folder), config, Path(scratch))
+        if config.cluster.address:
+            findings += _run(partial(_cluster, folder=folder), config, Path(scratch))
         if config.engine.kind == "vllm" and _good(findings):
             findings += _run(partial(_vllm, folder=folder), config, Path(scratch))
     return list(dict.fromkeys(findings))  # Several checks may meet the same obstacle.
@@ -149,6 +153,10 @@ def _ranks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     settings = config.trainer
     if not settings.sharded:
         return
+    if config.cluster.address:
+        if settings.sequence_ranks > 1:
+            check_heads(_num_kv_heads(config), settings.sequence_ranks)
+        return
     gpus = torch.cuda.device_count() if find_device(config.model.device).type == "cuda" else 0
     if settings.sequence_ranks > 1:
         check_heads(_num_kv_heads(config), settings.sequence_ranks)
@@ -161,6 +169,21 @@ def _ranks(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     cores, needed = os.cpu_count() or 1, settings.ranks * settings.threads
     advice = "" if needed <= cores else f", but this machine has {cores}; lower trainer.ranks or trainer.threads"
     yield Finding(good=needed <= cores, text=f"{what}, on {needed} cores{advice}")
+
+
+def _cluster(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
+    """Ray's nodes; a Ray that is to be started here needs only be installed."""
+    rooms = cluster_rooms(config)
+    asked = "; ".join(f"{count} x {room}" for room, count in {room: rooms.count(room) for room in rooms}.items())
+    if config.cluster.address == "local":
+        yield Finding(good=True, text=f"cluster: Ray {load_ray().__version__}, started here for {asked}")
+        return
+    starts_servers = config.engine.kind == "vllm" and not config.vllm.servers
+    with cluster(config.cluster, rooms):
+        command = (config.vllm.command or sys.executable) if starts_servers else None
+        for line in check_nodes(config.cluster, _existing(folder), rooms, command):
+            yield Finding(good=True, text=f"cluster: {line}")
+    yield Finding(good=True, text=f"cluster: room for {asked}")
 
 
 def _num_kv_heads(config: RunConfig) -> int:
@@ -281,7 +304,7 @@ def _opening(config: RunConfig, task: Task) -> tuple[Message, ...]:
 def _vllm(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
     """The Python that starts servers; or a weight update and a generation on those that run, from the run's disk."""
     servers = (*config.vllm.servers, *config.vllm.evaluation_servers)
-    if not config.vllm.servers:
+    if not config.vllm.servers and not config.cluster.address:
         command = config.vllm.command or sys.executable
         yield Finding(good=True, text=f"engine: {config.engine.replicas} servers of vLLM {vllm_version(command)}")
     if not servers:

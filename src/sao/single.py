@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sao.build import make_engine, make_renderer, make_worker, prepare_model, prepare_tokenizer
+from sao.build import cluster_rooms, make_engine, make_renderer, make_worker, prepare_model, prepare_tokenizer
 from sao.clock import RealClock
+from sao.cluster.connect import cluster
 from sao.config import RunConfig
 from sao.envs.protocol import WorldError
 from sao.envs.select import make_source, make_world
@@ -71,17 +72,18 @@ async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGe
     clock = RealClock()
     model = load_folder(policy.model)
     snapshot = SnapshotStore(scratch / "snapshots").write(model, version=0, parent=None)
-    engine = await make_engine(policy.config, clock, snapshot, purpose=purpose)
-    try:
-        worker, world = await make_worker(policy.config, clock, engine, policy.tokenizer, purpose=purpose)
+    with cluster(policy.config.cluster, cluster_rooms(policy.config)):
+        engine = await make_engine(policy.config, clock, snapshot, purpose=purpose)
         try:
-            yield worker
+            worker, world = await make_worker(policy.config, clock, engine, policy.tokenizer, purpose=purpose)
+            try:
+                yield worker
+            finally:
+                await worker.stop()
+                if world is not None:
+                    world.stop()
         finally:
-            await worker.stop()
-            if world is not None:
-                world.stop()
-    finally:
-        await engine.stop()
+            await engine.stop()
 
 
 def evaluate_policy(policy: Policy, scratch: Path, progress: Progress) -> Evaluation:

@@ -9,8 +9,6 @@ checkpoints/                the first commit ends value pretraining; the others 
 """
 
 import asyncio
-import signal
-import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from typing import Literal, Protocol
 import torch
 
 from sao.build import (
+    cluster_rooms,
     make_engine,
     make_renderer,
     make_sinks,
@@ -31,15 +30,18 @@ from sao.build import (
     worker_restarts,
 )
 from sao.clock import Clock, RealClock, VirtualClock, run_virtual
+from sao.cluster.connect import cluster
 from sao.config import RunConfig, SftStageConfig
 from sao.envs.demonstrations import demonstrate
 from sao.envs.select import make_expert, make_source, make_world
 from sao.envs.traces import Trace, read_traces
 from sao.evaluator import Evaluator
 from sao.intake import play_all
+from sao.interruptions import Restarts, Stops
 from sao.loop import Outcome, Parts, Start
 from sao.models.load import load_folder, save_model
 from sao.observe.metrics import Metrics
+from sao.observe.metrics import last as last_of
 from sao.observe.sinks import MetricsSink
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
@@ -49,7 +51,7 @@ from sao.rollout.worker import rollout_seed
 from sao.store.log import RolloutLogWriter, read
 from sao.store.records import Finished
 from sao.store.run_folder import Checkpoint, Manifest, RunFolder
-from sao.training.protocol import Trainer
+from sao.training.protocol import Trainer, TrainerLostError
 from sao.training.sft import fit_sft, render_trace
 from sao.training.weights import prune_snapshots
 from sao.types import Rollout
@@ -132,7 +134,10 @@ def run_stages(
         # In virtual time training happens here, and its numbers must not depend on the machine's cores.
         torch.set_num_threads(config.trainer.threads)
         run = train_run(prepared, checkpoint, last=last)
-        return run_virtual(run) if config.clock == "virtual" else asyncio.run(run)
+        if config.clock == "virtual":
+            return run_virtual(run)
+        with cluster(config.cluster, cluster_rooms(config)):
+            return asyncio.run(run)
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
     finally:
@@ -225,22 +230,32 @@ def sft_traces(config: RunConfig, stage: SftStageConfig, number: int) -> list[Tr
 
 
 async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: Last) -> Outcome | None:
-    """Value pretraining, if it is not done, and training."""
+    """Value pretraining, if it is not done, and training; again from the last commit after the trainer was lost."""
+    stops, restarts = Stops(prepared.reporter.say), Restarts(prepared.config.trainer.max_restarts)
+    while True:
+        try:
+            return await _train(prepared, checkpoint, stops, restarts, last=last)
+        except TrainerLostError as error:
+            stops.orchestrator = None
+            if stops.asked or not restarts.another():
+                raise
+            checkpoint = latest_commit(prepared.folder) or checkpoint
+            said = f"the trainer was lost; starting again from the last commit: {error}"
+            prepared.folder.write_event(said)
+            prepared.reporter.say(said)
+
+
+async def _train(
+    prepared: Prepared, checkpoint: Checkpoint | None, stops: Stops, restarts: Restarts, *, last: Last
+) -> Outcome | None:
+    """Everything started, driven and taken down, once."""
     config, folder = prepared.config, prepared.folder
     clock: Clock = VirtualClock() if config.clock == "virtual" else RealClock()
     clock.now()
     async with AsyncExitStack() as stack:
         trainer = make_trainer(config, clock, prepared.model, folder.snapshots, _show_fitting(prepared.reporter))
         stack.push_async_callback(trainer.stop)
-        start = Start()
-        if checkpoint is not None:
-            await trainer.load(str(checkpoint.path / "trainer"))
-            start = start_from(checkpoint, folder, group_size=config.loop.group_size)
-            folder.write_event(f"resumed at step {start.step}, version {start.version}")
-            if start.quarantined:
-                lost = f"{start.quarantined} damaged records of the log were left out"
-                folder.write_event(lost)
-                prepared.reporter.say(lost)
+        start = await _start(prepared, trainer, checkpoint)
         snapshot = await trainer.publish_initial(start.version, dict(start.edges)[start.version])
         engine = await make_engine(config, clock, snapshot)
         stack.push_async_callback(engine.stop)
@@ -252,7 +267,11 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             stack.callback(world.stop)
         log = RolloutLogWriter(folder.log, inline=clock.virtual)
         stack.callback(log.close)
-        commit = partial(commit_run, folder, trainer, clock=clock)
+
+        async def commit(manifest: Manifest) -> None:
+            await commit_run(folder, trainer, manifest, clock=clock)
+            restarts.committed()
+
         if checkpoint is None:
             if config.value_pretraining is not None:
                 await pretrain_values(prepared, clock, trainer, worker)
@@ -273,7 +292,7 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             commit=commit,
             evaluate=evaluator,
             evaluate_every=config.evaluation.every_steps,
-            emit=prepared.emit,
+            emit=partial(_emit_counted, prepared, restarts.count),
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
             collapsed=config.evaluation.collapsed,
             ends_differ=bool(config.evaluation.final_tasks),
@@ -281,18 +300,31 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             worker_restarts=lambda: worker_restarts(worker),
         )
         orchestrator = Orchestrator(parts, config.loop, start, snapshot, seed=config.seed)
-        return await _drive(orchestrator, prepared)
+        stops.orchestrator = orchestrator
+        stops.listen()
+        outcome = await orchestrator.run()
+        folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
+        return outcome
 
 
-async def _drive(orchestrator: Orchestrator, prepared: Prepared) -> Outcome:
-    """Run the loop; Ctrl-C and SIGTERM stop it."""
-    if threading.current_thread() is threading.main_thread():
-        interrupt = _interrupt(orchestrator, prepared.reporter)
-        for stop in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(stop, interrupt)
-    outcome = await orchestrator.run()
-    prepared.folder.write_event(f"ended at step {outcome.steps}: {outcome.reason}")
-    return outcome
+async def _start(prepared: Prepared, trainer: Trainer, checkpoint: Checkpoint | None) -> Start:
+    """Where the loop begins, with the trainer's weights of there."""
+    if checkpoint is None:
+        return Start()
+    folder = prepared.folder
+    await trainer.load(str(checkpoint.path / "trainer"))
+    start = start_from(checkpoint, folder, group_size=prepared.config.loop.group_size)
+    folder.write_event(f"resumed at step {start.step}, version {start.version}")
+    if start.quarantined:
+        lost = f"{start.quarantined} damaged records of the log were left out"
+        folder.write_event(lost)
+        prepared.reporter.say(lost)
+    return start
+
+
+def _emit_counted(prepared: Prepared, restarts: int, step: int, version: int, stage: str, metrics: Metrics) -> None:
+    counted = {"loop/trainer_restarts": last_of(restarts)} if stage == "train" else {}
+    prepared.emit(step, version, stage, {**metrics, **counted})
 
 
 def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
@@ -300,26 +332,6 @@ def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
         reporter.progress("value pretraining", done, total, f"loss {metrics['value_pretraining/loss'].value:.3f}")
 
     return show
-
-
-def _interrupt(orchestrator: Orchestrator, reporter: Reporter) -> Callable[[], None]:
-    """First Ctrl-C or SIGTERM: finish the step, commit, and leave an evaluation. Second: stop at once."""
-    task = asyncio.current_task()
-    asked = False
-
-    def interrupt() -> None:
-        nonlocal asked
-        if asked and task is not None:
-            task.cancel()
-        elif not asked:
-            asked = True
-            reporter.say(
-                "stopping once this step is committed, without a running evaluation "
-                "(Ctrl-C again stops at once, at the last commit)"
-            )
-            orchestrator.stop()
-
-    return interrupt
 
 
 async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, clock: Clock) -> None:

@@ -18,7 +18,8 @@ from sao.clock import RealClock, VirtualClock
 from sao.engines.protocol import EngineHealth, Sampling
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.rollout import serve
-from sao.rollout.process import ProcessWorkers, ProcessWorkersConfig, WorkerStartError
+from sao.rollout.pool import ProcessWorkersConfig, WorkerStartError
+from sao.rollout.process import ProcessWorkers
 from sao.rollout.serve import WorkerParts
 from sao.rollout.worker import LocalWorker, RolloutConfig
 from sao.types import FailureKind, GenerationStop, Message, Rollout, Snapshot, StopReason, Task, TokenChunk

@@ -19,8 +19,9 @@ from sao.observe.metrics import Metric
 from sao.training.core import TrainerCore
 from sao.training.inline import InlineTrainer
 from sao.training.parallel import OneRank
-from sao.training.process import ProcessTrainer, unless_silent
+from sao.training.process import ProcessTrainer
 from sao.training.protocol import TrainerError
+from sao.training.requests import unless_silent
 from sao.training.weights import SnapshotStore
 
 

@@ -19,7 +19,7 @@ from sao.clock import RealClock
 from sao.config import RunConfig
 from sao.models.load import ModelConfig, save_model
 from sao.preflight import preflight
-from sao.training import process
+from sao.training import requests
 from sao.training.core import TrainerCore
 from sao.training.inline import InlineTrainer
 from sao.training.parallel import OneRank, Place
@@ -138,7 +138,7 @@ def make_failing(folder: str, ranks: OneRank) -> tuple[TrainerCore, SnapshotStor
 
 def test_an_error_of_one_rank_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A wait until the time limit for a rank that waits for the failed one, and an error that names neither."""
-    monkeypatch.setattr(process, "ERROR_GRACE_S", 0.5)
+    monkeypatch.setattr(requests, "ERROR_GRACE_S", 0.5)
     trainer = ProcessTrainer(
         partial(make_failing, str(tmp_path)), threads=1, timeout_s=60, place=Place(num_ranks=2, device="cpu")
     )

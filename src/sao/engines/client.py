@@ -1,4 +1,6 @@
-"""The client's half of an engine in another process: newline-delimited JSON over a Unix socket. No torch.
+"""The client's half of an engine in another process: newline-delimited JSON over a Unix or TCP socket. No torch.
+
+Over TCP the first line is a secret, which whoever made the engine gave to its clients; without it nothing is read.
 
 To the engine:   {"op": "generate", "id", "session", "token_ids", "max_tokens", "sampling"}, {"op": "abandon", "id"},
                  {"op": "cancel" | "close", "session"}, {"op": "load", "id", "snapshot"}, {"op": "health", "id"}
@@ -7,8 +9,11 @@ From the engine: {"chunks": [[id, token_ids, logprobs, version, stop or null], .
 """
 
 import asyncio
+import hmac
 import itertools
 import json
+import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +27,33 @@ SETTINGS, SOCKET, READY, ERROR = "settings.json", "engine.sock", "ready", "error
 """Files of the private folder that an engine process shares with whoever started it."""
 
 
+SECRET_LIMIT_S = 10.0
+"""Seconds for whoever connects to say the secret."""
+_GONE_S = 15
+"""Seconds after which a machine that went without a word is taken for gone, by both ends of a TCP connection."""
+
+
+def new_secret() -> str:
+    """128 random bits as text."""
+    return secrets.token_hex(16)
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host and port of an address of TCP; None for a path, which is a Unix socket's."""
+    host, separator, port = address.rpartition(":")
+    return (host, int(port)) if separator and "/" not in address and port.isdigit() else None
+
+
 class JsonLines(asyncio.Protocol):
     """One JSON object per line, both ways."""
 
-    def __init__(self, received: Callable[[dict[str, Any]], None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self, received: Callable[[dict[str, Any]], None], lost: Callable[[], None], *, expects: str = ""
+    ) -> None:
+        """`expects`: the secret that must come first; whoever says anything else, or nothing, is hung up on."""
         self._received = received
         self._lost = lost
+        self._expects = expects.encode()
         self._partial: list[bytes] = []
         self._transport: asyncio.Transport | None = None
 
@@ -35,9 +61,16 @@ class JsonLines(asyncio.Protocol):
         """Called by asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        _keep_alive(transport.get_extra_info("socket"))
+        if self._expects:
+            asyncio.get_running_loop().call_later(SECRET_LIMIT_S, self._require_secret)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio with any number of bytes."""
+        if self._expects:
+            data = self._after_secret(data)
+        if not data:
+            return
         *complete, rest = data.split(b"\n")
         if complete:
             complete[0] = b"".join([*self._partial, complete[0]])
@@ -51,6 +84,29 @@ class JsonLines(asyncio.Protocol):
         self._transport = None
         self._lost()
 
+    def _after_secret(self, data: bytes) -> bytes:
+        """What follows the secret; hangs up when it is not the right one."""
+        said = b"".join([*self._partial, data])
+        line, end, rest = said.partition(b"\n")
+        if not end and len(line) <= len(self._expects):
+            self._partial = [said]
+            return b""
+        self._partial = []
+        if not hmac.compare_digest(line, self._expects):
+            self.close()
+            return b""
+        self._expects = b""
+        return rest
+
+    def _require_secret(self) -> None:
+        if self._expects:
+            self.close()
+
+    def say(self, secret: str) -> None:
+        """Send the secret; before anything else."""
+        if self._transport is not None:
+            self._transport.write(secret.encode() + b"\n")
+
     def send(self, message: dict[str, Any]) -> None:
         """Queue one message; dropped if the connection is gone, which `lost` has told."""
         if self._transport is not None:
@@ -62,17 +118,33 @@ class JsonLines(asyncio.Protocol):
             self._transport.close()
 
 
+def _keep_alive(connection: socket.socket) -> None:
+    """Let TCP notice a machine that lost its power or its network, which says nothing."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 6, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 1000 * _GONE_S}
+    for name, number in options.items():
+        if hasattr(socket, name):  # Linux's
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
+
+
 class EngineClient:
-    """Engine at a socket; several clients of one engine may live in several processes.
+    """Engine at a socket, by its path or as host:port; several clients of one engine may live in several processes.
 
     Connects at the first call. When the connection breaks, every stream and every call raises EngineError; the engine
     forgets the sessions of a client that hangs up.
     """
 
     def __init__(
-        self, path: str | Path, *, reply_timeout_s: float = 120.0, describe_exit: Callable[[], str] = str
+        self,
+        address: str | Path,
+        *,
+        secret: str = "",
+        reply_timeout_s: float = 120.0,
+        describe_exit: Callable[[], str] = str,
     ) -> None:
-        self._path = str(path)
+        self._address, self._secret = str(address), secret
         self._reply_timeout_s = reply_timeout_s
         self._describe_exit = describe_exit
         self._lines: JsonLines | None = None
@@ -143,14 +215,25 @@ class EngineClient:
                 raise EngineError(self._failure)
             if self._lines is None:
                 try:
-                    _, self._lines = await asyncio.get_running_loop().create_unix_connection(
-                        lambda: JsonLines(self._received, self._lost), self._path
-                    )
-                except OSError as error:
+                    self._lines = await self._connect()
+                except (OSError, WaitTimeoutError) as error:
                     raise EngineError(
-                        f"cannot reach the engine at {self._path}: {error} {self._describe_exit()}"
+                        f"cannot reach the engine at {self._address}: {error} {self._describe_exit()}"
                     ) from error
             return self._lines
+
+    async def _connect(self) -> JsonLines:
+        loop, place = asyncio.get_running_loop(), split_address(self._address)
+
+        def lines() -> JsonLines:
+            return JsonLines(self._received, self._lost)
+
+        if place is None:
+            return (await loop.create_unix_connection(lines, self._address))[1]
+        async with limit(_GONE_S, "a connection"):
+            _, connected = await loop.create_connection(lines, *place)
+        connected.say(self._secret)
+        return connected
 
     async def _call(self, waiting_for: str, message: dict[str, Any]) -> Any:
         lines = await self._connected()
@@ -188,7 +271,7 @@ class EngineClient:
             self._replies[number].set_result(message["result"])
 
     def _lost(self) -> None:
-        self._fail(f"the connection to the engine at {self._path} broke {self._describe_exit()}".strip())
+        self._fail(f"the connection to the engine at {self._address} broke {self._describe_exit()}".strip())
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sao.clock import Tasks
-from sao.engines.client import SOCKET, JsonLines
+from sao.engines.client import SOCKET, JsonLines, new_secret
 from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
 from sao.store.records import snapshot_from
 from sao.types import Snapshot, TokenChunk
@@ -50,11 +50,14 @@ class Submits(Protocol):
 
 
 class EngineServer:
-    """One connection of a client to an engine; `own_process`: nothing else runs in this process."""
+    """One connection of a client to an engine; `own_process`: nothing else runs in this process.
 
-    def __init__(self, engine: Submits, *, own_process: bool = False) -> None:
+    A client must say `secret` first, if there is one.
+    """
+
+    def __init__(self, engine: Submits, *, own_process: bool = False, secret: str = "") -> None:
         self._own_process = own_process
-        self.lines = JsonLines(self._received, self._lost)
+        self.lines = JsonLines(self._received, self._lost, expects=secret)
         self._engine = engine
         self._generations: dict[int, Any] = {}
         self._sessions: set[str] = set()
@@ -186,36 +189,59 @@ class _Streamed:
 
 
 class EngineGate:
-    """A socket in a private folder through which other processes use an engine of this one."""
+    """A socket through which other processes use an engine of this one: in a private folder, or TCP with a secret."""
 
-    def __init__(
-        self, streamed: _Streamed, server: asyncio.Server, connections: list[EngineServer], folder: Path
-    ) -> None:
-        self._streamed, self._server, self._connections, self._folder = streamed, server, connections, folder
-        self.address = str(folder / SOCKET)
+    def __init__(self, engine: Engine) -> None:
+        """Listens once `open` has made it do so."""
+        self._streamed = _Streamed(engine)
+        self._connections: list[EngineServer] = []
+        self._server: asyncio.Server | None = None
+        self._folder: Path | None = None
+        self.address = self.secret = ""
 
     @classmethod
-    async def open(cls, engine: Engine) -> "EngineGate":
-        """Listen. Raises EngineError where the path is too long for a socket."""
+    async def open(cls, engine: Engine, host: str = "") -> "EngineGate":
+        """Listen: in a private folder, or at a free port of `host` for clients on other machines.
+
+        Raises EngineError where the folder's path is too long for a socket, or the host is not this machine's.
+        """
+        gate = cls(engine)
+        await (gate._listen_at(host) if host else gate._listen_here())
+        return gate
+
+    async def _listen_here(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="sao-gate-"))
-        streamed = _Streamed(engine)
-        connections: list[EngineServer] = []
-
-        def accept() -> JsonLines:
-            connections.append(EngineServer(streamed))
-            return connections[-1].lines
-
+        self.address = str(folder / SOCKET)
         try:
-            server = await asyncio.get_running_loop().create_unix_server(accept, str(folder / SOCKET))
+            self._server = await asyncio.get_running_loop().create_unix_server(self._accept, self.address)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineError(f"cannot listen in {folder}: {error}; set TMPDIR to a shorter path") from error
-        return cls(streamed, server, connections, folder)
+        self._folder = folder
+
+    async def _listen_at(self, host: str) -> None:
+        self.secret = new_secret()
+        self._server, self.address = await listen(self._accept, host)
+
+    def _accept(self) -> JsonLines:
+        self._connections.append(EngineServer(self._streamed, secret=self.secret))
+        return self._connections[-1].lines
 
     async def close(self) -> None:
         """Hang up. The engine goes on."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         await self._streamed.stop()
         for connection in self._connections:
             connection.lines.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def listen(accept: Callable[[], JsonLines], host: str) -> tuple[asyncio.Server, str]:
+    """A server at a free TCP port of `host`, and its address. Raises EngineError if the host is not this machine's."""
+    try:
+        server = await asyncio.get_running_loop().create_server(accept, host, 0)
+    except OSError as error:
+        raise EngineError(f"cannot listen at {host}: {error}; name an address of this machine") from error
+    return server, f"{host}:{server.sockets[0].getsockname()[1]}"

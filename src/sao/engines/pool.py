@@ -94,9 +94,12 @@ class EnginePool:
 
     @classmethod
     async def start(
-        cls, make: MakeReplica, size: int, snapshot: Snapshot, config: PoolConfig | None = None
+        cls, make: MakeReplica, size: int, snapshot: Snapshot, config: PoolConfig | None = None, host: str = ""
     ) -> "EnginePool":
-        """All replicas at once. Raises EngineError, with nothing left behind, if one of them does not start."""
+        """All replicas at once. Raises EngineError, with nothing left behind, if one of them does not start.
+
+        With `host` clients reach the pool over TCP there, with its secret.
+        """
         pool = cls(make, size, config or PoolConfig(), snapshot)
         made = await asyncio.gather(*(make(place, snapshot) for place in range(size)), return_exceptions=True)
         pool._serving = [
@@ -108,7 +111,11 @@ class EnginePool:
         if failed is not None:
             await pool.stop()
             raise failed
-        pool._gate = await EngineGate.open(pool)
+        try:
+            pool._gate = await EngineGate.open(pool, host)
+        except BaseException:
+            await pool.stop()
+            raise
         pool._tasks.spawn(pool._watch())
         return pool
 
@@ -117,6 +124,12 @@ class EnginePool:
         """Socket for EngineClient in other processes."""
         assert self._gate is not None
         return self._gate.address
+
+    @property
+    def secret(self) -> str:
+        """What a client must know, if it comes over TCP."""
+        assert self._gate is not None
+        return self._gate.secret
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str

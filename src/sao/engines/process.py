@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient
+from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient, new_secret
 from sao.engines.protocol import EngineError, EngineHealth, Sampling
 from sao.engines.settings import EngineConfig
 from sao.types import Snapshot, TokenChunk
@@ -28,25 +28,32 @@ class ProcessEngine:
     The child ends when this process ends, however it ends. If the child dies, every stream and call raises EngineError.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, config: EngineConfig) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, secret: str = "") -> None:
         self._process = process
         self._folder = folder
         self._stopped = False
         self.address = str(folder / SOCKET)
-        self._client = EngineClient(
-            self.address, reply_timeout_s=config.load_timeout_s, describe_exit=self._describe_exit
-        )
+        self.secret = secret
+        self._client = EngineClient(self.address)
 
     @classmethod
-    async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None) -> "ProcessEngine":
-        """Start a child that holds the snapshot, and wait for it. Raises EngineError when it fails or is too slow."""
+    async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None, host: str = "") -> "ProcessEngine":
+        """Start a child that holds the snapshot, and wait for it. Raises EngineError when it fails or is too slow.
+
+        With `host` it listens at a free TCP port there, for clients on other machines that know its secret.
+        """
         config = config or EngineConfig()
-        engine = cls(*_launch(snapshot, config), config)
+        secret = new_secret() if host else ""
+        engine = cls(*_launch(snapshot, config, host, secret), secret)
         try:
             await engine._wait_until_ready(config.start_timeout_s)
         except BaseException:
             await engine.stop()
             raise
+        engine.address = (engine._folder / READY).read_text()
+        engine._client = EngineClient(
+            engine.address, secret=secret, reply_timeout_s=config.load_timeout_s, describe_exit=engine.describe_exit
+        )
         return engine
 
     @property
@@ -97,15 +104,19 @@ class ProcessEngine:
         deadline = time.monotonic() + timeout_s
         while not (self._folder / READY).exists():
             if self._process.poll() is not None:
-                raise EngineError(f"the engine process did not start {self._describe_exit()}")
+                raise EngineError(f"the engine process did not start {self.describe_exit()}")
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"the engine process was not ready within engine.start_timeout_s = {timeout_s:g} s"
-                    f" {self._describe_exit()}"
+                    f" {self.describe_exit()}"
                 )
             await asyncio.sleep(0.02)
 
-    def _describe_exit(self) -> str:
+    def ended(self) -> bool:
+        """Whether the child is gone."""
+        return self._process.poll() is not None
+
+    def describe_exit(self) -> str:
         """What is known of the child's end: its exit code and its last words."""
         with suppress(subprocess.TimeoutExpired):
             # The socket breaks an instant before the process is gone.
@@ -120,13 +131,14 @@ class ProcessEngine:
         return f"(process {self._process.pid} {state}{': ' + words if words else ''})"
 
 
-def _launch(snapshot: Snapshot, config: EngineConfig) -> tuple[subprocess.Popen[bytes], Path]:
+def _launch(snapshot: Snapshot, config: EngineConfig, host: str, secret: str) -> tuple[subprocess.Popen[bytes], Path]:
     """Start the child; returns it and the private folder that holds its settings and its socket."""
     folder = Path(tempfile.mkdtemp(prefix="sao-engine-"))
     if len(str(folder / SOCKET).encode()) > 100:
         shutil.rmtree(folder)
         raise EngineError(f"{folder} is too long a path for a Unix socket; set TMPDIR to a shorter one")
-    (folder / SETTINGS).write_text(json.dumps({"snapshot": asdict(snapshot), "config": asdict(config)}))
+    settings = {"snapshot": asdict(snapshot), "config": asdict(config), "host": host, "secret": secret}
+    (folder / SETTINGS).write_text(json.dumps(settings))
     with (folder / "stderr").open("wb") as errors:
         process = subprocess.Popen(
             # -P keeps a folder of the working directory from posing as the package.

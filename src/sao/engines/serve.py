@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from sao.clock import RealClock
-from sao.engines.client import ERROR, READY, SETTINGS, SOCKET
-from sao.engines.gate import EngineServer
+from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, JsonLines
+from sao.engines.gate import EngineServer, listen
 from sao.engines.local import LocalEngine
 from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
@@ -30,11 +30,19 @@ async def _serve(folder: Path) -> None:
     config = EngineConfig(**settings["config"])
     torch.set_num_threads(config.threads)
     engine = LocalEngine.from_snapshot(snapshot_from(settings["snapshot"]), RealClock(), config)
-    server = await asyncio.get_running_loop().create_unix_server(
-        lambda: EngineServer(engine, own_process=True).lines, str(folder / SOCKET)
-    )
+    host, secret, address = settings["host"], settings["secret"], str(folder / SOCKET)
+
+    def accept() -> JsonLines:
+        return EngineServer(engine, own_process=True, secret=secret).lines
+
+    if host:
+        server, address = await listen(accept, host)
+    else:
+        server = await asyncio.get_running_loop().create_unix_server(accept, address)
     async with server:
-        (folder / READY).touch()
+        draft = folder / f"{READY}.partial"
+        draft.write_text(address)
+        draft.rename(folder / READY)
         await server.serve_forever()
 
 

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from sao.engines.sampling import splitmix64
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
 from sao.engines.vllm_http import Piece, VllmHttp
-from sao.engines.vllm_server import VllmServer
 from sao.engines.vllm_settings import VllmConfig
 from sao.engines.vllm_transports import Transport, make_transport
 from sao.store.snapshots import check_snapshot
@@ -37,6 +36,22 @@ DRAIN_S = 2.0
 
 SAME = 2e-5
 """Nats by which float32 log-probs of equal weights may differ."""
+
+
+class ServerProcess(Protocol):
+    """A server's process, here or on another machine."""
+
+    def ended(self) -> bool:
+        """Whether it is gone."""
+        ...
+
+    def last_words(self) -> str:
+        """The end of its output."""
+        ...
+
+    async def stop(self) -> None:
+        """End it. Safe to call twice."""
+        ...
 
 
 class _Generation:
@@ -70,7 +85,7 @@ class VllmEngine:
         engine: EngineConfig,
         *,
         vocab_size: int,
-        process: VllmServer | None = None,
+        process: ServerProcess | None = None,
     ) -> None:
         self._server, self._transport, self._config, self._process = server, transport, engine, process
         self._vocab_size = vocab_size
@@ -98,7 +113,7 @@ class VllmEngine:
         engine: EngineConfig,
         config: VllmConfig,
         *,
-        process: VllmServer | None = None,
+        process: ServerProcess | None = None,
     ) -> "VllmEngine":
         """An engine whose server holds the snapshot, proved by probe and by a few sampled tokens. Raises EngineError.
 

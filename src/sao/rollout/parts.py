@@ -10,10 +10,16 @@ from sao.rollout.serve import WorkerParts
 
 
 def worker_parts(
-    environment: EnvironmentConfig, tasks: TasksConfig, tool_role: ToolRole, tokenizer: Path, address: str, seed: int
+    environment: EnvironmentConfig,
+    tasks: TasksConfig,
+    tool_role: ToolRole,
+    tokenizer: Path,
+    address: str,
+    secret: str,
+    seed: int,
 ) -> WorkerParts:
-    """Environments, renderer, and a client of the engine that listens at `address`."""
+    """Environments, renderer, and a client of the engine that listens at `address` for those who know the secret."""
     world = make_world(environment, tasks, RealClock(), seed=seed)
     renderer = load_renderer(str(tokenizer), tool_role=tool_role)
-    engine = EngineClient(address)
+    engine = EngineClient(address, secret=secret)
     return WorkerParts(make_environment=world.make_environment, engine=engine, renderer=renderer, stop=world.stop)

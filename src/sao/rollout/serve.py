@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sao.clock import RealClock
+from sao.clock import RealClock, Tasks
 from sao.engines.protocol import Engine
 from sao.envs.protocol import EnvironmentFactory
 from sao.rollout.protocol import Renderer
-from sao.rollout.worker import LocalWorker, describe
+from sao.rollout.worker import LocalWorker, Purpose, RolloutConfig, describe
 from sao.types import Task
 
 BEAT_S = 1.0
@@ -114,31 +114,68 @@ def _outlive_briefly(parent: int) -> None:
     os._exit(1)
 
 
+class Player:
+    """The episodes of one process, by number."""
+
+    def __init__(self, parts: WorkerParts, config: RolloutConfig, purpose: Purpose) -> None:
+        self._parts, self._clock = parts, RealClock()
+        self._worker = LocalWorker(
+            parts.make_environment, parts.engine, parts.renderer, self._clock, config, purpose=purpose
+        )
+        self._episodes: dict[int, asyncio.Task[bytes]] = {}
+
+    @classmethod
+    async def build(
+        cls, make_parts: MakeParts, arguments: tuple[Any, ...], config: RolloutConfig, purpose: Purpose
+    ) -> "Player":
+        """Raises whatever the parts raise."""
+        made = make_parts(*arguments)
+        return cls(await made if inspect.isawaitable(made) else made, config, purpose)
+
+    def begin(self, number: int, task: Task, group_id: str, attempt: int, seed: int) -> asyncio.Task[bytes]:
+        """Play an episode; gives, pickled, (number, rollout or why it could not be sent, time now)."""
+        episode = asyncio.create_task(self._play(number, task, group_id, attempt, seed))
+        self._episodes[number] = episode
+        episode.add_done_callback(lambda _: self._episodes.pop(number, None))
+        return episode
+
+    def cancel(self, number: int) -> None:
+        """End an episode, if it still runs."""
+        if number in self._episodes:
+            self._episodes[number].cancel()
+
+    async def close(self) -> None:
+        """End all episodes and release the parts."""
+        episodes = list(self._episodes.values())
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+        if self._parts.stop is not None:
+            self._parts.stop()
+
+    async def _play(self, number: int, task: Task, group_id: str, attempt: int, seed: int) -> bytes:
+        rollout = await self._worker.run(task, group_id=group_id, attempt=attempt, seed=seed)
+        try:
+            return pickle.dumps((number, rollout, self._clock.now()))
+        except Exception as error:  # pickle raises many kinds
+            return pickle.dumps((number, describe(error), self._clock.now()))
+
+
 async def _serve(end: socket.socket) -> None:
     stream = await Stream.over(end)
     try:
-        make_parts, arguments, config, purpose = await stream.receive()
-        made = make_parts(*arguments)
-        parts: WorkerParts = await made if inspect.isawaitable(made) else made
-        clock = RealClock()
-        worker = LocalWorker(parts.make_environment, parts.engine, parts.renderer, clock, config, purpose=purpose)
+        player = await Player.build(*await stream.receive())
     except Exception as error:
         stream.send(describe(error))
         await stream.drain()
         return
     stream.send("")
-    episodes: dict[int, asyncio.Task[None]] = {}
+    sending = Tasks()
 
-    async def play(number: int, task: Task, group_id: str, attempt: int, seed: int) -> None:
-        try:
-            rollout = await worker.run(task, group_id=group_id, attempt=attempt, seed=seed)
-            try:
-                stream.send((number, rollout, clock.now()))
-            except Exception as error:  # pickle raises many kinds
-                stream.send((number, describe(error), clock.now()))
+    async def send(episode: asyncio.Task[bytes]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            stream.send_bytes(await episode)
             await stream.drain()
-        finally:
-            episodes.pop(number, None)
 
     async def beat() -> None:
         while True:
@@ -150,14 +187,10 @@ async def _serve(end: socket.socket) -> None:
         while True:
             number, *rest = await stream.receive()
             if rest:
-                episodes[number] = asyncio.create_task(play(number, *rest))
-            elif number in episodes:
-                episodes[number].cancel()
+                sending.spawn(send(player.begin(number, *rest)))
+            else:
+                player.cancel(number)
     beating.cancel()
-    for episode in episodes.values():
-        episode.cancel()
-    await asyncio.gather(*episodes.values(), return_exceptions=True)
-    if parts.stop is not None:
-        parts.stop()
+    await player.close()
     # Threads of hung tools must not keep the process; everything that is to be closed is closed.
     os._exit(0)

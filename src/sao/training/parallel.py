@@ -31,7 +31,7 @@ from sao.models.load import Device, find_device, named_weights
 from sao.models.scoring import action_logprobs
 from sao.pipeline.packing import MicroBatch
 from sao.training.critic import Critic, decoder_layers
-from sao.training.protocol import TrainerError
+from sao.training.protocol import TrainerError, TrainerLostError
 from sao.training.tensors import forward_inputs, to_tensor
 from sao.training.ulysses import SequenceGroup, gather, piece_of, use_ulysses
 from sao.types import IntArray
@@ -56,7 +56,7 @@ class Place:
     device: Device = "auto"
     """auto takes a GPU per rank where there is one."""
     interface: str = ""
-    """Network interface of the ranks' connections on CPUs, such as `lo`; empty lets gloo choose."""
+    """Network interface of the ranks' connections, such as `lo`; empty lets gloo and NCCL choose."""
     timeout_s: float = 3600.0
     """Longest wait for the other ranks."""
 
@@ -157,11 +157,12 @@ class ShardedRanks(OneRank):
     sharded = True
 
     def __init__(self, place: Place) -> None:
-        """Meet the other ranks. Raises TrainerError if they do not come within the time limit."""
+        """Meet the other ranks. Raises TrainerLostError if they do not come within the time limit."""
         self.rank, self.num_ranks = place.rank, place.num_ranks
         self.device = _device(place)
         if place.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, place.interface)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
             dist.init_process_group(
@@ -172,7 +173,7 @@ class ShardedRanks(OneRank):
                 timeout=timedelta(seconds=place.timeout_s),
             )
         except (RuntimeError, ValueError) as error:
-            raise TrainerError(
+            raise TrainerLostError(
                 f"rank {place.rank} of {place.num_ranks} could not meet the others at {place.rendezvous}: {error}"
             ) from error
         self._mesh = init_device_mesh(self.device.type, (place.num_ranks,))

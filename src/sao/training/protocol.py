@@ -13,6 +13,10 @@ class TrainerError(RuntimeError):
     """The trainer cannot go on; the message says why."""
 
 
+class TrainerLostError(TrainerError):
+    """The trainer died, fell silent or broke. A new one can go on from the last commit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorUpdate:
     """The first half of a step."""

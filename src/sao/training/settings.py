@@ -59,6 +59,9 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Longest wait for one half of a step, a checkpoint, or from one update of value pretraining to the next, when the
     trainer is its own process."""
+    max_restarts: int = 2
+    """Times without a commit between them that a run goes on from its last commit after its trainer died or fell
+    silent; 0 stops the run, to be resumed by hand."""
 
     @property
     def sharded(self) -> bool:
@@ -76,7 +79,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"
         positive += " logprob_chunk_tokens max_skipped_in_a_row ranks sequence_ranks threads step_timeout_s"
-        not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps"
+        not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps max_restarts"
         for name in (positive + " " + not_negative).split():
             number = getattr(self, name)
             if not math.isfinite(number) or number < 0 or (number == 0 and name in positive.split()):

@@ -1,0 +1,76 @@
+"""A trainer that is lost while a run trains: the run goes on by itself, for a while, and loses nothing."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from real_runs import begun, child, go_on, wait_for
+from test_runs import check_history
+
+from sao.interruptions import Restarts
+from sao.store.files import read_json_lines
+from sao.store.run_folder import RunFolder
+from sao.training.protocol import TrainerError, TrainerLostError
+from sao.training.requests import failure_of
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def kill_trainer() -> None:
+    os.kill(child("trainer")[0], signal.SIGKILL)
+
+
+def events(path: Path, what: str) -> int:
+    return (path / "events.log").read_text().count(what)
+
+
+def test_a_run_goes_on_from_its_last_commit_after_its_trainer_died(tmp_path: Path) -> None:
+    """Catches a run that ends with its trainer, trains something twice, or keeps a former part alive."""
+    path = tmp_path / "run"
+    config = begun(path)
+    config = replace(config, loop=replace(config.loop, steps=9))
+    outcome = go_on(path, config, {3: kill_trainer, 6: kill_trainer})
+    assert outcome is not None
+    assert (outcome.steps, outcome.reason) == (9, "steps done")
+    check_history(path, steps=9)
+    assert events(path, "the trainer was lost; starting again from the last commit") == 2
+    assert events(path, "resumed at step") == 3, "the resume by hand, and two by itself"
+    rows = [row for row in read_json_lines(path / "metrics.jsonl").rows if row["stage"] == "train"]
+    assert [rows[1]["loop/trainer_restarts"], rows[-1]["loop/trainer_restarts"]] == [0, 2]
+    wait_for(lambda: not child("engine") + child("worker") + child("trainer"), "the children to end")
+
+
+def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    """Catches a run that starts for ever and never commits."""
+    path = tmp_path / "run"
+    config = begun(path)
+    config = replace(
+        config, loop=replace(config.loop, checkpoint_every=1000), trainer=replace(config.trainer, max_restarts=1)
+    )
+    with pytest.raises(TrainerLostError, match="killed by SIGKILL"):
+        go_on(path, config, {1: kill_trainer, 2: kill_trainer})
+    assert events(path, "starting again") == 1
+    checkpoint = RunFolder.open(path).latest_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.manifest.step == 1
+
+
+def test_a_commit_gives_all_restarts_back() -> None:
+    """Catches a run of a month that ends with its third lost trainer."""
+    restarts = Restarts(2)
+    assert [restarts.another() for _ in range(3)] == [True, True, False]
+    restarts.committed()
+    assert restarts.another()
+    assert restarts.count == 3
+    assert not Restarts(0).another()
+
+
+def test_what_would_fail_again_is_no_lost_trainer() -> None:
+    """Catches a run that diverged, lacks a file or fills its disk, and is started over and over."""
+    assert failure_of(ValueError("no such checkpoint")).kind is ValueError
+    assert failure_of(TrainerError("not finite in steps 3, 4, 5")).kind is TrainerError
+    assert failure_of(OSError(28, "No space left on device")).kind is TrainerError
+    assert failure_of(MemoryError("out of memory")).kind is TrainerLostError
+    assert isinstance(failure_of(RuntimeError("gloo: connection closed by peer")).error(), TrainerLostError)

@@ -2,11 +2,13 @@
 
 import importlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from small_runs import small_config
 
 from sao.build import cluster_rooms
+from sao.cluster import connect
 from sao.cluster.actors import load_ray
 from sao.cluster.settings import ClusterConfig, Room
 
@@ -63,3 +65,12 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(ValueError, match=r"pip install 'sao\[ray\]'"):
         load_ray()
+
+
+def test_a_dead_address_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ten minutes of Ray's own tries."""
+    monkeypatch.setattr(connect, "load_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    config = ClusterConfig(address="127.0.0.1:1")
+    said = r"cannot join the Ray cluster at 127\.0\.0\.1:1: .*refused"
+    with pytest.raises(connect.ClusterError, match=said), connect.cluster(config, ()):
+        pass

@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import secrets
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,9 @@ from sao.engines.vllm_server import vllm_version
 
 CHECK_TIMEOUT_S = 120.0
 """For a node to answer; the first process on a busy node takes long to start."""
+
+CONNECT_TIMEOUT_S = 10.0
+"""For the head node to accept a connection."""
 
 _LOCAL = "127.0.0.1"
 
@@ -45,8 +49,22 @@ def joined() -> bool:
     return load_ray().is_initialized()
 
 
+def _check_reachable(address: str) -> None:
+    """Raise ClusterError where nobody listens: Ray itself would try for ten minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cannot join the Ray cluster at {address}: {error}; start its head node (ray start --head), or see "
+            "cluster.address"
+        ) from error
+
+
 def _join(config: ClusterConfig, needed: tuple[Room, ...]) -> None:
     ray = load_ray()
+    if config.address not in ("local", "auto"):
+        _check_reachable(config.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Actors without GPUs keep the variables of their node; a later Ray does so anyway.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -24,7 +24,7 @@ from typing import Any
 from sao.clock import WaitTimeoutError, limit
 from sao.cluster.settings import Room
 
-NEEDS_RAY = "cluster.address is set, but Ray is not installed: pip install 'sao[ray]'"
+NEEDS_RAY = "cluster.address is set, but Ray is not installed: pip install -e '.[ray]' in sao's checkout"
 _LOG = logging.getLogger(__name__)
 
 

@@ -39,7 +39,7 @@ from sao.training.protocol import TrainerLostError
 from sao.training.weights import SnapshotStore
 from sao.types import FailureKind, Rollout, Task
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'sao[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]
 
 HERE = ClusterConfig(

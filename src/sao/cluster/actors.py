@@ -47,8 +47,11 @@ class Software:
     sao: str
     """Version, and a checksum of the sources."""
     ray: str
+    """Release; Ray's own protocol differs between them."""
     torch: str
+    """Release, with its build."""
     python: str
+    """Major and minor number: what is sent between nodes is pickled."""
 
     @classmethod
     @lru_cache(maxsize=1)
@@ -77,9 +80,11 @@ class Where:
     """Where an actor runs."""
 
     node_id: str
+    """Ray's name for the node, 56 hexadecimal digits."""
     host: str
     """The node's address, by which the others reach it."""
     pid: int
+    """Of the actor's process, on that node."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on node {self.host}"

@@ -11,7 +11,9 @@ class Room:
     what: str
     """The part, for messages."""
     cpus: float
+    """Cores that Ray sets aside; parts of one are allowed, and none."""
     gpus: float
+    """As cpus; an actor sees only those it was given."""
     label: str
     """Custom resource that the node must have; "" for any node."""
 

@@ -36,6 +36,7 @@ class Failure:
     """An exception in a rank, as text."""
 
     text: str
+    """What went wrong, with a traceback where nobody foresaw it."""
     kind: type[Exception]
     """ValueError (bad input), TrainerError (it must not go on), or TrainerLostError (something broke)."""
 

@@ -24,6 +24,7 @@ MAY_BE_ZERO = (
     "latency.median_s", "latency.sigma", "sandbox.processes", "vocab_size", "warmup_steps", "critic_only_steps",
     "weight_decay", "worker_processes", "fit.steps", "max_moves", "max_restarts", "max_restarts_per_hour",
     "max_batches_ahead", "max_age", "max_retries", "max_failure_share", "evaluation.tasks", "final_tasks",
+    "engine_cpus", "engine_gpus", "trainer_cpus", "trainer_gpus", "worker_cpus",
     "stop_from_step",
     # Errors of the scripted expert.
     "wrong_operand", "wrong_operator", "skip_step", "give_up", "early_answer", "wrong_answer",

@@ -9,20 +9,19 @@ Tokens do not pass through the actor. What it started ends with it.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
 
 from sao.clock import Tasks
 from sao.cluster.actors import Actor, ActorError, Resident
 from sao.cluster.connect import host_of
 from sao.cluster.settings import ClusterConfig
-from sao.engines.client import EngineClient
+from sao.engines.client import EngineClient, ServedEngine
 from sao.engines.process import ProcessEngine
-from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
+from sao.engines.protocol import Engine, EngineError
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
 from sao.engines.vllm_settings import VllmConfig
-from sao.types import Snapshot, TokenChunk
+from sao.types import Snapshot
 
 STOP_TIMEOUT_S = 10.0
 """Seconds for an actor to end what it started; then it is ended itself, which ends that too."""
@@ -59,39 +58,18 @@ class _EngineHost(Resident):
             await self._serving.stop()
 
 
-class RemoteEngine:
+class RemoteEngine(ServedEngine):
     """An engine process on some node; satisfies Engine."""
 
     def __init__(self, actor: Actor, client: EngineClient) -> None:
-        self._actor, self._client = actor, client
+        super().__init__(client)
+        self._actor = actor
         self._stopped = False
 
     @property
     def node(self) -> str:
         """Where it is, for people."""
         return str(self._actor.where)
-
-    def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
-    ) -> AsyncIterator[TokenChunk]:
-        """See Engine."""
-        return self._client.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
-
-    async def cancel(self, session: str) -> None:
-        """See Engine."""
-        await self._client.cancel(session)
-
-    async def close(self, session: str) -> None:
-        """See Engine."""
-        await self._client.close(session)
-
-    async def load(self, snapshot: Snapshot) -> None:
-        """See Engine."""
-        await self._client.load(snapshot)
-
-    async def health(self) -> EngineHealth:
-        """See Engine."""
-        return await self._client.health()
 
     async def stop(self) -> None:
         """See Engine."""

@@ -280,3 +280,32 @@ class EngineClient:
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(EngineError(self._failure))
+
+
+class ServedEngine:
+    """Base of an Engine that lives in another process: all but `stop` goes through a client."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
+    ) -> AsyncIterator[TokenChunk]:
+        """See Engine."""
+        return self._client.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
+
+    async def cancel(self, session: str) -> None:
+        """See Engine."""
+        await self._client.cancel(session)
+
+    async def close(self, session: str) -> None:
+        """See Engine."""
+        await self._client.close(session)
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """See Engine."""
+        await self._client.load(snapshot)
+
+    async def health(self) -> EngineHealth:
+        """See Engine."""
+        return await self._client.health()

@@ -8,21 +8,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient, new_secret
-from sao.engines.protocol import EngineError, EngineHealth, Sampling
+from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient, ServedEngine, new_secret
+from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
-from sao.types import Snapshot, TokenChunk
+from sao.types import Snapshot
 
 _STOP_SECONDS = 2.0
 """What an engine process gets to leave by itself before it is killed."""
 
 
-class ProcessEngine:
+class ProcessEngine(ServedEngine):
     """Engine in a child process; `address` lets clients in other processes use it too. Real clock only.
 
     The child ends when this process ends, however it ends. If the child dies, every stream and call raises EngineError.
@@ -34,7 +33,7 @@ class ProcessEngine:
         self._stopped = False
         self.address = str(folder / SOCKET)
         self.secret = secret
-        self._client = EngineClient(self.address)
+        super().__init__(EngineClient(self.address))
 
     @classmethod
     async def start(cls, snapshot: Snapshot, config: EngineConfig | None = None, host: str = "") -> "ProcessEngine":
@@ -60,28 +59,6 @@ class ProcessEngine:
     def process_id(self) -> int:
         """Of the child."""
         return self._process.pid
-
-    def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int, sampling: Sampling, session: str
-    ) -> AsyncIterator[TokenChunk]:
-        """See Engine."""
-        return self._client.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
-
-    async def cancel(self, session: str) -> None:
-        """See Engine."""
-        await self._client.cancel(session)
-
-    async def close(self, session: str) -> None:
-        """See Engine."""
-        await self._client.close(session)
-
-    async def load(self, snapshot: Snapshot) -> None:
-        """See Engine."""
-        await self._client.load(snapshot)
-
-    async def health(self) -> EngineHealth:
-        """See Engine."""
-        return await self._client.health()
 
     async def stop(self) -> None:
         """See Engine."""

@@ -237,7 +237,7 @@ class Snapshot:
     parent: int | None
     """The version it was trained from."""
     location: str
-    """Folder with config and safetensors."""
+    """Folder with config and safetensors; absolute, since whoever reads it may have another working directory."""
     checksum: str
     """Of the weight files, as `store.snapshots.folder_checksum` makes it; engines compare it before they load."""
     probe_token_ids: tuple[int, ...] = ()

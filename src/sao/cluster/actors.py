@@ -90,12 +90,34 @@ class Where:
         return f"process {self.pid} on node {self.host}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where a process finds its files and modules."""
+
+    folder: str
+    """Working directory, at which relative paths of a configuration begin."""
+    path: list[str]
+    """Python's path to modules."""
+
+    @classmethod
+    def here(cls) -> "Home":
+        """Of this process."""
+        return cls(folder=str(Path.cwd()), path=list(sys.path))
+
+    def enter(self) -> None:
+        """Find them there from now on: modules after this node's own, files where the node has the folder."""
+        sys.path += [place for place in self.path if place not in sys.path]
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+
+
 class Resident:
     """Base of what lives in actors: says where it is, and asks whether it may be there."""
 
-    def where(self, path: list[str]) -> tuple[Where, Software]:
-        """The first call to any actor; `path` is where the caller finds its modules, which come after the node's."""
-        sys.path += [place for place in path if place not in sys.path]
+    def where(self, home: "Home | None" = None) -> tuple[Where, Software]:
+        """The first call to any actor, which makes itself at home where its caller is."""
+        if home is not None:
+            home.enter()
         ray = load_ray()
         context = ray.get_runtime_context()
         host = ray.util.get_node_ip_address()
@@ -114,7 +136,7 @@ class Actor:
         handle = start_actor(resident, room, **options)
         try:
             async with limit(timeout_s, "a place"):
-                answer = await asyncio.wrap_future(handle.where.remote(sys.path).future())
+                answer = await asyncio.wrap_future(handle.where.remote(Home.here()).future())
             return cls(handle, checked(answer, room))
         except BaseException as error:
             end_actor(handle)

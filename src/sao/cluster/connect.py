@@ -117,7 +117,7 @@ class _Inspector(Resident):
 
         Raises EngineError for a Python that cannot start vLLM.
         """
-        where, software = self.where([])
+        where, software = self.where()
         version = vllm_version(vllm_command) if vllm_command is not None else ""
         try:
             if (Path(folder) / f".sao-{token}").read_text() != token:

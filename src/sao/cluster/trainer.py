@@ -10,7 +10,6 @@ Ranks on several machines meet over TCP at rank 0's node; on one machine in a pr
 import asyncio
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from sao.cluster.actors import (
     ActorError,
+    Home,
     Resident,
     Where,
     checked,
@@ -154,7 +154,7 @@ class RayTrainer(RankTrainer):
         room = self._cluster.trainer
         try:
             answers = ray.get(
-                [handle.where.remote(sys.path) for handle in self._handles], timeout=self._cluster.place_timeout_s
+                [handle.where.remote(Home.here()) for handle in self._handles], timeout=self._cluster.place_timeout_s
             )
             self.places = [checked(answer, room) for answer in answers]
         except ray.exceptions.GetTimeoutError as error:

@@ -129,6 +129,14 @@ def server_environment(
     return environment
 
 
+def _from_here(name: str) -> str:
+    """A path that holds in any working directory; what is none, such as a command or a hub's name, stays.
+
+    Links are kept: a virtual environment's python is one.
+    """
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
 def _tcmalloc() -> Path | None:
     with suppress(OSError, subprocess.SubprocessError):
         listing = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, timeout=10).stdout
@@ -175,7 +183,8 @@ class VllmServer:
         port: int = 0,
     ) -> "VllmServer":
         """Start a server of this model folder, the `index`-th on the machine. Raises EngineError if it fails."""
-        command = config.command or sys.executable
+        # The server's working directory is another one.
+        command, model = _from_here(config.command or sys.executable), _from_here(model)
         version = await asyncio.to_thread(vllm_version, command)
         port = port or free_port(host)
         folder = Path(tempfile.mkdtemp(prefix="sao-vllm-"))

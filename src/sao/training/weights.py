@@ -37,7 +37,7 @@ class SnapshotStore:
 
     def __init__(self, folder: str | Path, ranks: OneRank = ONE_RANK) -> None:
         """`ranks` must be those that the actor is sharded over; all of them write together, by rank 0's hand."""
-        self._folder, self._ranks = Path(folder), ranks
+        self._folder, self._ranks = Path(folder).absolute(), ranks
 
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
         """Write the actor's weights as `version`, with the probe's log-probs under them.

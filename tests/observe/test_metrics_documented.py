@@ -79,7 +79,8 @@ def documented() -> set[str]:
 def logged(rows: Iterable[Any]) -> set[str]:
     """Keys of rows, as the page spells them."""
     keys = {key for row in rows for key in row if "/" in key}
-    return {re.sub(r"pass_at_\d+$", "pass_at_k", re.sub(r"^eval/[^/]+/", "eval/<data_set>/", key)) for key in keys}
+    keys = {re.sub(r"^(eval|rollout)/[^/]+/", r"\1/<data_set>/", key) for key in keys}
+    return {re.sub(r"pass_at_\d+$", "pass_at_k", key) for key in keys}
 
 
 def literals() -> dict[str, str]:

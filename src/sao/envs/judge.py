@@ -129,5 +129,5 @@ def _share(mark: Any) -> float:
 
 
 def make_judge(config: JudgeConfig, clock: Clock) -> Judge:
-    """The judge a configuration names; rules in virtual time, in which a model's run makes nothing but demonstrations."""
+    """The judge a configuration names; rules in virtual time, where a run with a model only makes demonstrations."""
     return RulesJudge() if config.kind == "rules" or clock.virtual else ModelJudge(config, clock)

@@ -11,7 +11,7 @@ if tasks finished in their order; those under way at a switch are trained a few 
 
 import bisect
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from sao.envs.keyed import generator, key, uniform
 from sao.envs.protocol import Judge, Step
@@ -128,7 +128,7 @@ def style_of(task: Task) -> Style:
     style = task.details.get("style")
     if style not in STYLE_WORDS:
         raise ValueError(f'task {task.id} asks for no style; environment.name = "styles" needs tasks.source = "styles"')
-    return cast(Style, style)
+    return style
 
 
 def style_words() -> tuple[str, ...]:

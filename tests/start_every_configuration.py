@@ -1,4 +1,4 @@
-"""Starts every configuration under experiments/ and examples/ for two steps, or those named; run by CI after the tests.
+"""Starts every configuration under experiments/ and examples/ for two steps, or those named; run by CI.
 
 What a configuration needs and is not there (a data set, a model file) is said, and skips it.
 """

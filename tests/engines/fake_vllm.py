@@ -104,6 +104,10 @@ class FakeVllm:
             raise RefusedError(404, "Not Found")
         return await self._development(path, query, body)
 
+    def abort(self) -> None:
+        """End all running requests with what they have."""
+        self._epoch += 1
+
     async def _development(self, path: str, query: dict[str, str], body: Any) -> Any:
         match path:
             case "/server_info":
@@ -123,7 +127,7 @@ class FakeVllm:
             case "/pause":
                 assert query == {"mode": "abort", "clear_cache": "true"}
                 self.paused = True
-                self._epoch += 1
+                self.abort()
                 self._resumed.clear()
             case "/resume":
                 self.paused = False
@@ -209,7 +213,8 @@ class FakeVllm:
                 self._event(writer, ids, scores, None)
                 ids, scores = [], []
                 await writer.drain()
-        self._event(writer, ids, scores, finish)
+        if len(tokens) > len(body["prompt"]):  # As the true one, it says nothing of a request that brought no token.
+            self._event(writer, ids, scores, finish)
         writer.write(b"E\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         await writer.drain()
 

@@ -31,6 +31,7 @@ class Faulty:
         self.sessions: list[str] = []
         self.dead = self.stalled = False
         self.lies = ""
+        self.slow_load_s = 0.0
         self.stopped = False
 
     async def generate(
@@ -52,6 +53,7 @@ class Faulty:
         await self.engine.close(session)
 
     async def load(self, snapshot: Snapshot) -> None:
+        await asyncio.sleep(self.slow_load_s)
         if self.lies:
             raise EngineError(self.lies)
         await self.engine.load(snapshot)
@@ -222,6 +224,33 @@ def test_weights_that_no_replica_takes_leave_them_serving(tmp_path: Path):
         assert (health.version, health.replicas, health.taken_out) == (1, 2, 0)
         # Both replicas read it; the damaged one, of which nothing was taken, does not count.
         assert health.update_bytes == 2 * (Path(first.location) / "model.safetensors").stat().st_size
+        await pool.stop()
+
+    run(play)
+
+
+@pytest.mark.parametrize("during", ["generation", "load"])
+def test_the_only_replica_that_dies_during_a_load_is_replaced(during: str, tmp_path: Path):
+    """Catches a run that ends since nobody follows, although a new replica would."""
+    snapshots = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2)}
+    maker = Maker()
+
+    async def play() -> None:
+        pool = await EnginePool.start(maker, 1, snapshots[1], QUICK)
+        (first,) = maker.made
+        first.dead, first.lies = True, "it died"
+        if during == "generation":
+            first.slow_load_s = 0.3
+            loading = asyncio.ensure_future(pool.load(snapshots[2]))
+            reply = await answer(pool, [1], max_tokens=20)
+            await loading
+            assert len(tokens_of(reply)) == 20
+        else:
+            await pool.load(snapshots[2])
+        assert len(maker.made) == 2
+        assert first.stopped
+        assert set(versions_of(await answer(pool, [1], session="later"))) == {2}
+        assert (await pool.health()).taken_out == 1
         await pool.stop()
 
     run(play)

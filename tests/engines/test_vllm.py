@@ -154,6 +154,32 @@ def test_a_server_that_keeps_the_old_weights_is_found_out(tmp_path: Path):
     run(play)
 
 
+def test_a_request_aborted_before_its_first_token_is_sent_again(tmp_path: Path):
+    """Catches a healthy server that is taken out since vLLM gives such a request no finish reason; and a generation
+    that asks for ever where somebody else aborts it."""
+    first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, first, ENGINE, CONFIG)
+        server.token_seconds, asked = 0.5, len(server.salts)
+        running = asyncio.ensure_future(answer(engine, [1], max_tokens=3))
+        await until(lambda: len(server.salts) > asked)
+        server.token_seconds = 0.001
+        await engine.load(second)
+        assert versions_of(await running) == [2, 2, 2]
+        server.token_seconds = 0.2
+        running = asyncio.ensure_future(answer(engine, [1], max_tokens=3))
+        for _ in range(3):
+            asked = len(server.salts)
+            await until(lambda asked=asked: len(server.salts) > asked)
+            server.abort()
+        with pytest.raises(EngineError, match="aborted 3 requests in a row without a token"):
+            await running
+        await engine.stop()
+
+    run(play)
+
+
 def test_a_half_written_snapshot_stops_nothing(tmp_path: Path):
     """Catches a server that is paused, or loses its weights, for files that cannot be loaded."""
     first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)

@@ -186,7 +186,8 @@ class EnginePool:
     async def load(self, snapshot: Snapshot) -> None:
         """To all replicas at once; one that does not follow is taken out.
 
-        Raises EngineError if none follows: then those that still hold a proved version go on with it.
+        Where none is left, returns when a replacement holds it. Raises EngineError if there will be none, and if none
+        follows but some still hold a proved version: those go on with it.
         """
         if self._stopped:
             raise EngineError("the engine pool was stopped")
@@ -196,8 +197,11 @@ class EnginePool:
         failures = await asyncio.gather(*(self._load_one(replica, snapshot) for replica in replicas))
         followed = [replica for replica, failure in zip(replicas, failures, strict=True) if not failure]
         if not followed:
-            self._newest = former
             await asyncio.gather(*(self._look_at(replica) for replica in replicas))
+            if not any(replica in self._serving for replica in replicas):
+                # They died or broke, each for itself, while they were loaded: not a fault of the snapshot.
+                return await self._wait_for_one()
+            self._newest = former
             raise EngineError(f"no replica follows to version {snapshot.version}: " + "; ".join(filter(None, failures)))
         for replica, failure in zip(replicas, failures, strict=True):
             if failure:

@@ -34,6 +34,9 @@ UNPROVED = -1
 DRAIN_S = 2.0
 """How long aborted requests get to hand in their last tokens; what has not ended then is left, and sent again later."""
 
+MAX_VAIN_REQUESTS = 3
+"""Requests of a generation in a row that the server may abort without a token although nobody asked it to."""
+
 SAME = 2e-5
 """Nats by which float32 log-probs of equal weights may differ."""
 
@@ -229,6 +232,7 @@ class VllmEngine:
 
     async def _play(self, generation: _Generation) -> None:
         """Requests until the generation ends; each waits for the gate and is of one version."""
+        vain = 0
         try:
             while not generation.ended:
                 if len(generation.given) >= generation.limit:
@@ -241,10 +245,16 @@ class VllmEngine:
                     self._end(generation, GenerationStop.CANCELLED)
                     return
                 self._check_usable()
-                generation.request = asyncio.create_task(self._request(generation, self._version))
+                version, before = self._version, len(generation.given)
+                generation.request = asyncio.create_task(self._request(generation, version))
                 await asyncio.wait([generation.request])
                 if not generation.request.cancelled():
                     generation.request.result()
+                updated = not self._open or self._version != version
+                vain = vain + 1 if not updated and len(generation.given) == before else 0
+                if vain >= MAX_VAIN_REQUESTS and not generation.ended and not generation.cancelled:
+                    what = f"it aborted {vain} requests in a row without a token, and no update was under way"
+                    raise self._server.error("generate", what, "give the server to this run alone; see its log")
         except EngineError as error:
             generation.ended = True
             generation.chunks.put_nowait(error)

@@ -191,7 +191,10 @@ class VllmHttp:
         return EngineError(f"vLLM server {self.address}, phase {phase}: {what}; {hint}")
 
     def _piece(self, line: str) -> Piece | None:
-        if not line.startswith("data:") or line == "data: [DONE]":
+        if line == "data: [DONE]":
+            # Of a request aborted before its first token vLLM says no more than this.
+            return Piece((), (), "abort")
+        if not line.startswith("data:"):
             return None
         event = json.loads(line[5:])
         if "error" in event:

@@ -130,15 +130,20 @@ def test_a_full_snapshot_folder_ends_the_run_and_loses_nothing(tmp_path: Path) -
     begun(path)
     (snapshot, *_) = (path / "snapshots").iterdir()
     size = sum(file.stat().st_size for file in snapshot.iterdir())
-    process = subprocess.run(
+    process = subprocess.Popen(
         ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", _ON_A_SMALL_DISK, "bash", str(path),
          str(size * 3 // 2 + 8192), "8"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}, capture_output=True, text=True,
-        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    if "first: " not in process.stdout:
-        pytest.skip(f"no small disk can be mounted here: {process.stderr.strip()}")
-    first, _, rest = process.stdout.partition("left: ")
+    try:
+        told, said = process.communicate(timeout=550)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if "first: " not in told:
+        pytest.skip(f"no small disk can be mounted here: {said.strip()}")
+    first, _, rest = told.partition("left: ")
     left, _, second = rest.partition("second: ")
     assert "code 2" in first, first
     assert f"cannot write {path}/snapshots/v" in first

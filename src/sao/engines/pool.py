@@ -16,11 +16,10 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from sao.clock import Signal, Tasks, WaitTimeoutError, limit
 from sao.engines.gate import EngineGate
-from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
+from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling, last_words
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 _LOG = logging.getLogger(__name__)
@@ -54,17 +53,6 @@ class PoolConfig:
         for name in ("max_moves", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"pool.{name} is {getattr(self, name)}; it must be 0 or above")
-
-
-@runtime_checkable
-class _Speaking(Protocol):
-    def last_words(self) -> str: ...
-
-
-def _last_words(engine: Engine) -> str:
-    """What the process behind an engine said last, where it keeps that: it is gone when the engine is stopped."""
-    words = engine.last_words() if isinstance(engine, _Speaking) else ""
-    return f"; its last lines:\n{words}" if words else ""
 
 
 class _Replica:
@@ -364,7 +352,7 @@ class EnginePool:
     def _take_out(self, replica: _Replica, reason: str) -> None:
         if replica not in self._serving:
             return
-        _LOG.warning("engine replica %d is taken out: %s%s", replica.place, reason, _last_words(replica.engine))
+        _LOG.warning("engine replica %d is taken out: %s%s", replica.place, reason, last_words(replica.engine))
         self._serving.remove(replica)
         self._taken_out += 1
         if replica.health is not None:

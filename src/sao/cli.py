@@ -5,7 +5,6 @@ SAO_TRACEBACK=1 in the environment an error shows where it came from; events.log
 """
 
 import asyncio
-import errno
 import json
 import os
 import resource
@@ -51,6 +50,7 @@ from sao.single import (
     save_evaluation,
 )
 from sao.stages import Last, check_settled, run_stages
+from sao.store.files import describe_os_error
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
 from sao.study.command import study
@@ -354,12 +354,7 @@ def report(run: RunPath) -> None:
 
 
 def _message(error: BaseException) -> str:
-    """The system's errors name file and cause apart, and do not say what to do."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        return f"{error.strerror}{where}" + ("; what was committed is safe, free space on that disk" if full else "")
-    return str(error) or type(error).__name__
+    return describe_os_error(error) if isinstance(error, OSError) else str(error) or type(error).__name__
 
 
 def main() -> None:

@@ -48,6 +48,7 @@ class FakeVllm:
         self._resumed.set()
         self._connections: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+        self.accepted = 0
         self.address = ""
 
     async def start(self, port: int = 0) -> "FakeVllm":
@@ -64,6 +65,7 @@ class FakeVllm:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
+        self.accepted += 1
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while line := await reader.readline():
                 method, target, _ = line.decode().split(" ", 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from engine_toys import answer, prompt_of, stop_of, versions_of
 from test_weight_updates import check_versions
 
 from sao.engines.pool import EnginePool, PoolConfig
-from sao.engines.protocol import Engine
+from sao.engines.protocol import Engine, EngineError
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
@@ -47,10 +48,21 @@ def groups() -> list[tuple[int, str]]:
     return found
 
 
+async def refuse_half_written(pool: EnginePool, snapshot: Snapshot) -> None:
+    half = Path(shutil.copytree(snapshot.location, f"{snapshot.location}-half"))
+    file = half / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="is cut short or damaged"):
+        await pool.load(replace(snapshot, version=9, location=str(half)))
+    health = await pool.health()
+    assert (health.version, health.taken_out) == (snapshot.version, 0)
+
+
 @pytest.mark.parametrize(("architecture", "transport"), [("qwen3", "folder"), ("qwen3_moe", "gloo")])
 def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport: str, tmp_path: Path):
     """Catches what only the true server shows: a tied head or experts that keep old weights, a cache that outlives an
-    update, partial tokens lost at a pause, and a server that dies without being replaced or leaves processes behind."""
+    update, partial tokens lost at a pause, a half-written snapshot that costs a server its weights, and a server that
+    dies without being replaced or leaves processes behind."""
     models = {version: built(architecture, version) for version in (1, 2, 3)}
     store = SnapshotStore(tmp_path)
     snapshots = {version: store.write(model, version=version, parent=None) for version, model in models.items()}
@@ -70,6 +82,7 @@ def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport:
                 asyncio.ensure_future(answer(pool, prompt, seed=seed, max_tokens=200))
                 for seed, prompt in enumerate(prompts)
             ]
+            await refuse_half_written(pool, snapshots[1])
             for version in (2, 3):
                 while (await pool.health()).generated_tokens < 300 * (version - 1):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)

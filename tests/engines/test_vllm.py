@@ -180,6 +180,23 @@ def test_a_request_aborted_before_its_first_token_is_sent_again(tmp_path: Path):
     run(play)
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path):
+    """Catches an update that comes just when the server hangs up on an idle connection: its first request is lost."""
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, snapshot(tiny(1), tmp_path, 1), ENGINE, CONFIG)
+        await engine.health()
+        before = server.accepted
+        await engine.health()
+        assert server.accepted == before
+        await asyncio.sleep(1.2)
+        await engine.health()
+        assert server.accepted > before
+        await engine.stop()
+
+    run(play)
+
+
 def test_a_half_written_snapshot_stops_nothing(tmp_path: Path):
     """Catches a server that is paused, or loses its weights, for files that cannot be loaded."""
     first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)

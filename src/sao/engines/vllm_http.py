@@ -65,7 +65,8 @@ class VllmHttp:
         self.model = ""
         self._config = config
         self._update_timeout_s = update_timeout_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+        # The server hangs up on connections that were idle for 5 seconds: one must not be used just then.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=1.0)
         # The environment's proxies are for the world outside, not for engines.
         self._http = httpx.AsyncClient(limits=limits, trust_env=False)
 
@@ -232,7 +233,7 @@ class VllmHttp:
         except httpx.TimeoutException as error:
             raise self.error(phase, f"{path} did not answer within {seconds:g} s", hint) from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
-            raise self.error(phase, f"{path} cannot be reached ({error})", hint) from error
+            raise self.error(phase, f"{path} cannot be reached ({str(error) or repr(error)})", hint) from error
 
     def _refused(self, phase: str, response: httpx.Response, hint: str) -> EngineError:
         path, text = response.request.url.path, " ".join(response.text.split())[:500]

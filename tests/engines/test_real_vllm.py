@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from engine_toys import answer, prompt_of, stop_of, versions_of
 from test_weight_updates import check_versions
+from true_vllm import MISSING, PYTHON, needs_vllm
 
 from sao.engines.pool import EnginePool, PoolConfig
 from sao.engines.protocol import Engine, EngineError
@@ -22,11 +23,9 @@ from sao.models.load import ModelConfig, load_causal_lm
 from sao.training.weights import SnapshotStore
 from sao.types import GenerationStop, Snapshot
 
-PYTHON = os.environ.get("SAO_VLLM_PYTHON", "")
-REASON = "SAO_VLLM_PYTHON names no Python with vLLM; scripts/install_vllm_cpu.sh makes one"
 if not PYTHON:
-    print(f"tests/engines/test_real_vllm.py is skipped: {REASON}")
-pytestmark = pytest.mark.skipif(not PYTHON, reason=REASON)
+    print(f"tests/engines/test_real_vllm.py is skipped: {MISSING}")
+pytestmark = needs_vllm
 
 ENGINE = EngineConfig(kind="vllm", max_context=256, flush_tokens=4, start_timeout_s=600.0, load_timeout_s=300.0)
 PATIENT = PoolConfig(health_timeout_s=60.0, stall_timeout_s=300.0)

@@ -262,7 +262,7 @@ def test_a_connection_that_was_just_closed_costs_nothing(tmp_path: Path):
         server.hangs_up |= {"/v1/completions"}
         assert set(versions_of(await answer(engine, [1]))) == {2}
         server.hangs_up |= {"/update_weights"}
-        with pytest.raises(EngineError, match=r"/update_weights cannot be reached \(Server disconnected") as caught:
+        with pytest.raises(EngineError, match=r"/update_weights cannot be reached") as caught:
             await engine.load(snapshots[1])
         assert "DEV_MODE" not in str(caught.value)
         await engine.load(snapshots[1])

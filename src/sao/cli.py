@@ -50,7 +50,7 @@ from sao.single import (
     save_evaluation,
 )
 from sao.stages import Last, check_settled, run_stages
-from sao.store.files import describe_os_error
+from sao.store.files import describe_error
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
 from sao.study.command import study
@@ -353,10 +353,6 @@ def report(run: RunPath) -> None:
     typer.echo(write_report(RunFolder.open(run).path))
 
 
-def _message(error: BaseException) -> str:
-    return describe_os_error(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-
-
 def main() -> None:
     """Entry point: user errors as one message and exit code 2, faults of the program with their trace and 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -368,7 +364,7 @@ def main() -> None:
     except USER_ERRORS as error:
         if os.environ.get("SAO_TRACEBACK"):
             traceback.print_exc()
-        text = "\n".join([f"error: {_message(error)}", *getattr(error, "__notes__", ())])
+        text = "\n".join([f"error: {describe_error(error)}", *getattr(error, "__notes__", ())])
         Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="red", markup=False)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from ray_processes import of_kind
 from real_runs import AtStep, wait_for
 from small_runs import small_config
 from test_runs import check_history
+from true_vllm import PYTHON, needs_vllm
 
 from sao.cluster.settings import ClusterConfig
 from sao.config import to_toml
@@ -18,13 +19,7 @@ from sao.store.files import read_json_lines
 from sao.store.run_folder import RunFolder
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-PYTHON = os.environ.get("SAO_VLLM_PYTHON", "")
-REASON = "SAO_VLLM_PYTHON names no Python with vLLM; scripts/install_vllm_cpu.sh makes one"
-pytestmark = [
-    pytest.mark.timeout(1800),
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(not PYTHON, reason=REASON),
-]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray"), needs_vllm]
 
 HERE = ClusterConfig(address="local", engine_cpus=0.1, trainer_cpus=0.1, worker_cpus=0.1, place_timeout_s=600)
 

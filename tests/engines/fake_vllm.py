@@ -37,6 +37,7 @@ class FakeVllm:
         self.refuses_update = ""
         self.stalls_after = self.dies_after = 1 << 30
         self.token_seconds = 0.0
+        self.hangs_up: set[str] = set()
         self.sampled = 0
         self.calls: list[str] = []
         self.salts: list[str] = []
@@ -74,6 +75,11 @@ class FakeVllm:
                     name, _, value = header.decode().partition(":")
                     length = int(value) if name.lower() == "content-length" else length
                 body = json.loads(await reader.readexactly(length)) if length else {}
+                path = urlsplit(target).path
+                if path in self.hangs_up:
+                    # As where an idle connection is closed just when it is used again.
+                    self.hangs_up.remove(path)
+                    break
                 await self._answer(method, target, body, reader, writer)
         self._connections.discard(writer)
         writer.close()

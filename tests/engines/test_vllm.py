@@ -248,6 +248,32 @@ def test_an_unfit_server_is_refused_unharmed(fault: dict, message: str, tmp_path
     run(play)
 
 
+def test_a_connection_that_was_just_closed_costs_nothing(tmp_path: Path):
+    """Catches a replica taken out because it closed an idle connection at the moment of its next use, and an error that
+    blames the development mode for it; a step of an update must not be sent twice."""
+    snapshots = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2)}
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, snapshots[1], ENGINE, CONFIG)
+        server.hangs_up |= {"/health", "/weight_info", "/pause", "/resume", "/v1/completions"}
+        assert (await engine.health()).version == 1
+        await engine.load(snapshots[2])
+        assert not server.hangs_up
+        server.hangs_up |= {"/v1/completions"}
+        assert set(versions_of(await answer(engine, [1]))) == {2}
+        server.hangs_up |= {"/update_weights"}
+        with pytest.raises(EngineError, match=r"/update_weights cannot be reached") as caught:
+            await engine.load(snapshots[1])
+        assert "DEV_MODE" not in str(caught.value)
+        await engine.load(snapshots[1])
+        server.development = False
+        with pytest.raises(EngineError, match=r"phase pause: /pause answered 404: .*VLLM_SERVER_DEV_MODE=1"):
+            await engine.load(snapshots[2])
+        await engine.stop()
+
+    run(play)
+
+
 def test_every_wait_ends(tmp_path: Path):
     """Catches a run that hangs on a server that is dead, silent, refuses an update, or was restarted by someone."""
     snapshots = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2)}

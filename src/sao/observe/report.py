@@ -13,14 +13,9 @@ import numpy as np
 
 from sao.observe.catalogue import PLOTS
 from sao.observe.figures import idle, throughput
-from sao.observe.run_data import RunData, increments, is_number, read_run
+from sao.observe.run_data import REPLACED, RunData, increments, is_number, read_run
 from sao.store.replay import Fate
 
-_REPLACED = {
-    "loop/trainer_restarts": "The trainer was lost, and the run went on from its last commit",
-    "loop/worker_restarts": "A rollout process died or hung, and was replaced",
-    "engine/taken_out": "An engine replica was taken out",
-}
 _CSS = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 50rem; margin: 2.5rem auto; padding: 0 1rem; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd; padding-bottom: .3rem; }
@@ -176,7 +171,7 @@ def _notes(run: RunData) -> list[_Block]:
         notes.append(f"{run.state.quarantined} records of the log are damaged, and were skipped.")
     if run.broken_lines:
         notes.append(f"{run.broken_lines} lines of metrics.jsonl are damaged, and were skipped.")
-    for key, what in _REPLACED.items():
+    for key, what in REPLACED.items():
         if run.replaced[key]:
             notes.append(f"{what}, times: {run.replaced[key]} (`{key}`); `events.log` and the program's log say why.")
     for name in ("actor", "critic"):

@@ -25,8 +25,12 @@ MAX_ROLLOUTS = 4000
 """Rollouts whose tokens the report looks at, newest first: enough for its histograms, and bounded memory."""
 
 
-REPLACED = ("loop/trainer_restarts", "loop/worker_restarts", "engine/taken_out")
-"""Counters of parts that were lost or replaced; each begins at 0 when its parts are started."""
+REPLACED = {
+    "loop/trainer_restarts": "The trainer was lost, and the run went on from its last commit",
+    "loop/worker_restarts": "A rollout process died or hung, and was replaced",
+    "engine/taken_out": "An engine replica was taken out",
+}
+"""Counters of parts that were lost or replaced, and what they count; each begins at 0 when its parts are started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

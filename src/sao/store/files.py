@@ -23,9 +23,9 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_os_error(error: OSError) -> str:
-    """The system's errors name file and cause apart, and do not say what to do."""
-    if not error.strerror:
+def describe_error(error: BaseException) -> str:
+    """What an error says. The system's name file and cause apart, and do not say what to do."""
+    if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
     where = f": {error.filename}" if error.filename else ""
     return f"{error.strerror}{where}" + (f". {FREE_SPACE}" if is_full(error) else "")

@@ -54,7 +54,7 @@ class Distribution:
 class SimulationConfig:
     """A cluster in numbers. The defaults are of the order of a 30-billion model of tool users on GPUs; measure yours."""
 
-    turns: Distribution = Distribution(mean=8.0, spread=0.8, most=50.0)
+    turns: Distribution = Distribution(mean=6.0, spread=0.8, most=50.0)
     """Turns of a rollout, at least 1. 50 is the paper's limit with a Python tool."""
     turn_tokens: Distribution = Distribution(mean=400.0, spread=0.6, most=8192.0)
     """Tokens sampled in a turn, rounded to whole blocks."""
@@ -94,7 +94,7 @@ class SimulationConfig:
     max_batches_ahead: int = 4
     """eta, the staleness bound; 0 is synchronous. See loop.max_batches_ahead."""
     seed: int = 0
-    """Keys all draws. The same rollout has the same length under every schedule."""
+    """Keys all draws: rollout i of a run has the same ones under every schedule, but for what its prompt shares."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "replicas"):

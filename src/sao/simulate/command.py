@@ -18,9 +18,7 @@ DEFAULT = Path("experiments/simulate/plan.toml")
 def simulate(
     plan: Annotated[Path, typer.Argument(help="TOML plan of the simulation.")] = DEFAULT,
     override: Annotated[list[str] | None, typer.Option("--set", help="For all runs: key=value. Repeatable.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of results, overwritten; runs/simulate by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results, overwritten; runs/simulate by default.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at once, a core each.", min=1)] = 1,
 ) -> None:
     """Predict throughput, idle shares and ages of schedules, from costs in seconds alone: docs/simulate.md."""
@@ -28,7 +26,8 @@ def simulate(
     found = list(places(what, override or ()))
     folder = out or Path("runs") / "simulate"
     folder.mkdir(parents=True, exist_ok=True)
-    runs = run_all(found, jobs=jobs, progress=lambda done, total: typer.echo(f"{done} of {total} runs", err=True))
+    with typer.progressbar(length=len({place.config for place in found}), label="runs") as bar:
+        runs = run_all(found, jobs=jobs, progress=lambda: bar.update(1))
     tables = {curve: cells(what, curve, found, runs) for curve in what.curves}
     for curve, rows in tables.items():
         typer.echo("\n".join([f"\n{curve.name}", *table(curve, rows)]))

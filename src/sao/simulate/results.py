@@ -45,14 +45,14 @@ def run_once(config: SimulationConfig) -> Measured:
     return measure(simulate(config), warmup_steps=config.warmup_steps, concurrency=config.concurrency)
 
 
-def run_all(found: Iterable[Place], *, jobs: int, progress: Callable[[int, int], None]) -> Runs:
-    """Each distinct run once, on so many processes; `progress` takes how many are done, and of how many."""
+def run_all(found: Iterable[Place], *, jobs: int, progress: Callable[[], None]) -> Runs:
+    """Each distinct run once, on so many processes; `progress` is called after each."""
     configs = list(dict.fromkeys(place.config for place in found))
     runs: dict[SimulationConfig, Measured] = {}
     with ProcessPoolExecutor(jobs) as pool:
         for config, measured in zip(configs, pool.map(run_once, configs), strict=True):
             runs[config] = measured
-            progress(len(runs), len(configs))
+            progress()
     return runs
 
 

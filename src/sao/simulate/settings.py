@@ -52,7 +52,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationConfig:
-    """A cluster in numbers. The defaults are of the order of a 30-billion model of tool users on GPUs; measure yours."""
+    """A cluster in numbers. The defaults are of the order of a 30-billion model that uses tools; measure yours."""
 
     turns: Distribution = Distribution(mean=6.0, spread=0.8, most=50.0)
     """Turns of a rollout, at least 1. 50 is the paper's limit with a Python tool."""
@@ -108,7 +108,9 @@ class SimulationConfig:
         if not 0 <= self.prompt_share <= 1:
             raise ValueError(f"prompt_share is {self.prompt_share}; it must lie in [0, 1]")
         if not 0 <= self.warmup_steps < self.steps:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; it must be at least 0 and below steps, {self.steps}")
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}; it must be at least 0 and below steps, {self.steps}"
+            )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
         self.loop()

@@ -62,9 +62,7 @@ class TimedWorker:
             attempt=attempt,
             sequences=(_sequence(versions, turns),),
             stop_reason=StopReason.FINISHED,
-            timings=Timings(
-                started=started, finished=finished, generating=finished - started - waited, tools=waited
-            ),
+            timings=Timings(started=started, finished=finished, generating=finished - started - waited, tools=waited),
         )
 
     async def stop(self) -> None:

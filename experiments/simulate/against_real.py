@@ -103,7 +103,8 @@ def comparison(title: str, config: SimulationConfig, measured: Measured) -> list
     predicted = measure(rows, warmup_steps=config.warmup_steps, concurrency=config.concurrency)
     lines = [f"## {title}", ""]
     lines += [
-        f"Turns {config.turns.mean:.2f}, sigma {config.turns.spread:.2f}; decode step {1e3 * config.step_seconds:.1f} ms + "
+        f"Turns {config.turns.mean:.2f}, sigma {config.turns.spread:.2f}; "
+        f"decode step {1e3 * config.step_seconds:.1f} ms + "
         f"{1e3 * config.session_seconds:.3f} ms per session; trainer {1e6 * config.actor_token_seconds:.0f} + "
         f"{1e6 * config.critic_token_seconds:.0f} us per action token.",
         "",

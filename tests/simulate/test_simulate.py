@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_synchronous_step_is_its_longest_rollout_and_the_actor():
     clocks = [row["time/clock"] for row in simulate(config)]
     longest = [max(duration(config, 4 * step + place) for place in range(4)) for step in range(config.steps)]
     assert clocks[0] == pytest.approx(longest[0] + 5 + 1)
-    found = [after - before for before, after in zip(clocks, clocks[1:], strict=False)]
+    found = [after - before for before, after in pairwise(clocks)]
     assert found == pytest.approx([seconds + 5 for seconds in longest[1:]])
 
 

@@ -34,4 +34,4 @@ docs: setup
 	$(BIN)/sao recipes --markdown > docs/recipes.md
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) .venv-ray .venv-vllm .pytest_cache .ruff_cache .hypothesis build

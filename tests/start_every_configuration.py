@@ -1,4 +1,4 @@
-"""Starts every configuration under experiments/ and examples/ for two steps; run by CI after the tests.
+"""Starts every configuration under experiments/ and examples/ for two steps, or those named; run by CI.
 
 What a configuration needs and is not there (a data set, a model file) is said, and skips it.
 """
@@ -45,10 +45,11 @@ def needs(text: str) -> str:
     return ""
 
 
-def main() -> int:
+def main(*named: str) -> int:
     """Run each; the exit code is the number of failures."""
     failures = 0
-    for config in sorted([*ROOT.glob("experiments/**/*.toml"), *ROOT.glob("examples/**/*.toml")]):
+    every = sorted([*ROOT.glob("experiments/**/*.toml"), *ROOT.glob("examples/**/*.toml")])
+    for config in [Path(name).absolute() for name in named] or every:
         if "results" in config.parts:
             continue
         text, name = config.read_text(), config.relative_to(ROOT)
@@ -71,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

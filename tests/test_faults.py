@@ -111,6 +111,52 @@ def fill_the_disk(path: Path) -> None:
     assert "Traceback" not in said
 
 
+_ON_A_SMALL_DISK = """
+set -e
+mount -t tmpfs -o size="$2" shared "$1/snapshots"
+resume() { "$PYTHON" -m sao.cli resume "$@" 2>&1; echo "code $?"; }
+echo "first: $(resume "$1" --set worker_processes=0)"
+echo "left: $(ls "$1/snapshots")"
+mount -o remount,size=100m "$1/snapshots"
+echo "second: $(resume "$1" --set "loop.steps=$3")"
+"""
+"""A run, once without room for a second snapshot, then with; in a mount namespace of its own, as any user may."""
+
+
+def test_a_full_snapshot_folder_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
+    """Catches a trainer that is started over and over on a full disk, half a snapshot that keeps it full, an error that
+    does not say which folder, and rollouts that are gone after it."""
+    path = tmp_path / "run"
+    begun(path)
+    (snapshot, *_) = (path / "snapshots").iterdir()
+    size = sum(file.stat().st_size for file in snapshot.iterdir())
+    process = subprocess.Popen(
+        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", _ON_A_SMALL_DISK, "bash", str(path),
+         str(size * 3 // 2 + 8192), "8"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        told, said = process.communicate(timeout=550)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if "first: " not in told:
+        pytest.skip(f"no small disk can be mounted here: {said.strip()}")
+    first, _, rest = told.partition("left: ")
+    left, _, second = rest.partition("second: ")
+    assert "code 2" in first, first
+    assert f"cannot write {path}/snapshots/v" in first
+    assert "No space left on device" in first
+    assert "MB are free there now" in first
+    assert "sao resume" in first
+    assert "Traceback" not in first
+    assert "starting again" not in first
+    assert len(left.split()) == 1, left
+    assert "code 0" in second, second
+    check_history(path, steps=8)
+
+
 def press_ctrl_c(path: Path) -> None:
     """As a terminal sends it: to the group."""
     stop(path, lambda process, pids: os.killpg(process.pid, signal.SIGINT))

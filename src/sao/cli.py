@@ -5,7 +5,6 @@ SAO_TRACEBACK=1 in the environment an error shows where it came from; events.log
 """
 
 import asyncio
-import errno
 import json
 import os
 import resource
@@ -52,6 +51,7 @@ from sao.single import (
     save_evaluation,
 )
 from sao.stages import Last, check_settled, run_stages
+from sao.store.files import describe_error
 from sao.store.log import LogWriteError
 from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
 from sao.study.command import study
@@ -355,15 +355,6 @@ def report(run: RunPath) -> None:
     typer.echo(write_report(RunFolder.open(run).path))
 
 
-def _message(error: BaseException) -> str:
-    """The system's errors name file and cause apart, and do not say what to do."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        return f"{error.strerror}{where}" + ("; what was committed is safe, free space on that disk" if full else "")
-    return str(error) or type(error).__name__
-
-
 def main() -> None:
     """Entry point: user errors as one message and exit code 2, faults of the program with their trace and 1."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -375,7 +366,7 @@ def main() -> None:
     except USER_ERRORS as error:
         if os.environ.get("SAO_TRACEBACK"):
             traceback.print_exc()
-        text = "\n".join([f"error: {_message(error)}", *getattr(error, "__notes__", ())])
+        text = "\n".join([f"error: {describe_error(error)}", *getattr(error, "__notes__", ())])
         Console(stderr=True, highlight=False, soft_wrap=True).print(text, style="red", markup=False)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -133,11 +133,10 @@ def run_stages(
             return None
         # In virtual time training happens here, and its numbers must not depend on the machine's cores.
         torch.set_num_threads(config.trainer.threads)
-        run = train_run(prepared, checkpoint, last=last)
         if config.clock == "virtual":
-            return run_virtual(run)
+            return run_virtual(train_run(prepared, checkpoint, last=last))
         with cluster(config.cluster, cluster_rooms(config)):
-            return asyncio.run(run)
+            return asyncio.run(train_run(prepared, checkpoint, last=last))
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error
     finally:

@@ -8,6 +8,7 @@ MARKS = {
     "rank": "ray::_Rank",
     "worker": "ray::_PlayerHost",
     "raylet": "raylet/raylet",
+    "vllm": "vllm.entrypoints.cli.main serve",
 }
 """What the command line of each kind holds."""
 

@@ -37,6 +37,7 @@ class FakeVllm:
         self.refuses_update = ""
         self.stalls_after = self.dies_after = 1 << 30
         self.token_seconds = 0.0
+        self.hangs_up: set[str] = set()
         self.sampled = 0
         self.calls: list[str] = []
         self.salts: list[str] = []
@@ -48,6 +49,7 @@ class FakeVllm:
         self._resumed.set()
         self._connections: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+        self.accepted = 0
         self.address = ""
 
     async def start(self, port: int = 0) -> "FakeVllm":
@@ -64,6 +66,7 @@ class FakeVllm:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
+        self.accepted += 1
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while line := await reader.readline():
                 method, target, _ = line.decode().split(" ", 2)
@@ -72,6 +75,11 @@ class FakeVllm:
                     name, _, value = header.decode().partition(":")
                     length = int(value) if name.lower() == "content-length" else length
                 body = json.loads(await reader.readexactly(length)) if length else {}
+                path = urlsplit(target).path
+                if path in self.hangs_up:
+                    # As where an idle connection is closed just when it is used again.
+                    self.hangs_up.remove(path)
+                    break
                 await self._answer(method, target, body, reader, writer)
         self._connections.discard(writer)
         writer.close()

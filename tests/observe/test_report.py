@@ -112,6 +112,23 @@ def test_skipped_updates_are_told(tmp_path: Path) -> None:
     assert "2 updates of the actor were skipped" in write_report(path).read_text()
 
 
+@pytest.mark.usefixtures("two_figures")
+def test_parts_that_were_replaced_are_told(tmp_path: Path) -> None:
+    """Would catch a report that hides deaths: those of steps that a restart repeated, and of before a resume."""
+    path = make_run(tmp_path / "run", steps=0)
+    generator = np.random.default_rng(0)
+    # Step 2 is lost with the trainer, and with it the counters of workers and engine begin anew.
+    counts = [(1, 0, 0), (2, 2, 0), (2, 0, 1), (3, 1, 1)]
+    with RunFolder.resume(path) as run:
+        for step, workers, trainer in counts:
+            counted = {"loop/worker_restarts": workers, "loop/trainer_restarts": trainer, "engine/taken_out": 0}
+            run.write_metrics(train_row(step, generator) | counted)
+    text = write_report(path).read_text()
+    assert "A rollout process died or hung, and was replaced, times: 3 (`loop/worker_restarts`)" in text
+    assert "went on from its last commit, times: 1 (`loop/trainer_restarts`)" in text
+    assert "taken out" not in text
+
+
 def test_no_run_no_report(tmp_path: Path) -> None:
     """Would catch a report folder made in a folder that is no run."""
     with pytest.raises(ValueError, match="no run folder"):

@@ -1,5 +1,6 @@
 """Snapshot folders: whole or not there, proved by checksum and probe, and not for ever."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,28 @@ def test_probe_is_the_models_own_log_probs(tmp_path: Path):
     assert snapshot.probe_logprobs == pytest.approx(expected, abs=1e-5)
     assert snapshot.probe_token_ids == probe_tokens(VOCABULARY) == probe_tokens(VOCABULARY)
     assert max(probe_tokens(7)) < 7
+
+
+def test_a_full_disk_is_an_error_with_sizes_and_keeps_no_part(tmp_path: Path):
+    """An error of safetensors' own that names no folder, a half that stays and fills the disk, a store that breaks."""
+    store, actor = SnapshotStore(tmp_path), make_actor()
+    first = store.write(actor, version=0, parent=None)
+    size = sum(weight.nbytes for weight in weights(actor).values())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (8192, 0):  # Some of the weights, nothing at all.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                store.write(actor, version=1, parent=0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        said = str(caught.value)
+        assert f"cannot write {tmp_path}/v00000001.partial" in said
+        assert f"It takes {size / 1e6:,.1f} MB, and " in said
+        assert "MB are free there now. What was committed before is safe; free space on that disk" in said
+        assert [path.name for path in tmp_path.iterdir()] == ["v00000000"]
+    assert check_snapshot(first) > 0
+    assert check_snapshot(store.write(actor, version=1, parent=0)) > 0
 
 
 def test_old_snapshots_go_and_needed_and_unannounced_ones_stay(tmp_path: Path):

@@ -114,7 +114,7 @@ class Home:
 class Resident:
     """Base of what lives in actors: says where it is, and asks whether it may be there."""
 
-    def where(self, home: "Home | None" = None) -> tuple[Where, Software]:
+    def where(self, home: Home | None = None) -> tuple[Where, Software]:
         """The first call to any actor, which makes itself at home where its caller is."""
         if home is not None:
             home.enter()

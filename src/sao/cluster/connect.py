@@ -85,7 +85,7 @@ def _join(config: ClusterConfig, needed: tuple[Room, ...]) -> None:
         try:
             keep_signals(start)
         except Exception as error:  # Ray raises bare exceptions
-            if config.address != "local" or "timed out" not in str(error):
+            if config.address != "local" or "timed out" not in str(error).lower():
                 raise
             # It allows its own processes 30 seconds, which a busy machine may not leave them.
             ray.shutdown()

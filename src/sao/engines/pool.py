@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from sao.clock import Signal, Tasks, WaitTimeoutError, limit
 from sao.engines.gate import EngineGate
-from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling
+from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling, last_words
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 _LOG = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class PoolConfig:
     health_every_s: float = 5.0
     """Seconds between looks at each replica; a dead one that nobody uses is noticed after this."""
     health_timeout_s: float = 10.0
-    """Seconds for a replica to answer; longer means that it hangs. An engine that computes answers between steps."""
+    """Seconds for a replica to answer, or to give a token; longer means that it hangs."""
     stall_timeout_s: float = 120.0
     """Seconds without any token of a replica that has generations under way; then it is replaced."""
     load_timeout_s: float = 300.0
@@ -337,8 +337,9 @@ class EnginePool:
             async with limit(self._config.health_timeout_s, f"the health of replica {replica.place}"):
                 replica.health = await replica.engine.health()
         except (EngineError, WaitTimeoutError) as error:
-            # An engine that is being loaded has a limit of its own, and may be too busy to answer.
-            if not replica.loading or isinstance(error, EngineError):
+            # An engine that is being loaded has a limit of its own; one that gives tokens lives, and is only busy.
+            lives = replica.generations and time.monotonic() - replica.last_sign < self._config.health_timeout_s
+            if isinstance(error, EngineError) or not (replica.loading or lives):
                 self._take_out(replica, str(error))
             return
         if replica.loading:
@@ -351,7 +352,7 @@ class EnginePool:
     def _take_out(self, replica: _Replica, reason: str) -> None:
         if replica not in self._serving:
             return
-        _LOG.warning("engine replica %d is taken out: %s", replica.place, reason)
+        _LOG.warning("engine replica %d is taken out: %s%s", replica.place, reason, last_words(replica.engine))
         self._serving.remove(replica)
         self._taken_out += 1
         if replica.health is not None:

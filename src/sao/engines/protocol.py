@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,3 +141,14 @@ async def complete(
     if not chunks or chunks[-1].stop is None:
         raise EngineError(f"session {session}: the token stream ended without a stop reason")
     return tuple(chunks)
+
+
+@runtime_checkable
+class _Speaking(Protocol):
+    def last_words(self) -> str: ...
+
+
+def last_words(engine: Engine) -> str:
+    """What the process behind an engine said last, where it keeps that: it is gone when the engine is stopped."""
+    words = engine.last_words() if isinstance(engine, _Speaking) else ""
+    return f"; its last lines:\n{words}" if words else ""

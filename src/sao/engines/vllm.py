@@ -221,6 +221,10 @@ class VllmEngine:
         if self._process is not None:
             await self._process.stop()
 
+    def last_words(self) -> str:
+        """The end of what the server said, if it was started for this engine."""
+        return self._process.last_words() if self._process is not None else ""
+
     def _check_usable(self) -> None:
         if self._failure:
             raise EngineError(self._failure)

@@ -4,7 +4,7 @@ Every wait has a limit, and every error names the server, the phase and what to 
 """
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ class ServerFacts:
     """Processes that hold weights."""
 
 
+HUNG_UP = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
+
 class VllmHttp:
     """One server. Calls raise EngineError; `close` ends them."""
 
@@ -65,7 +68,8 @@ class VllmHttp:
         self.model = ""
         self._config = config
         self._update_timeout_s = update_timeout_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+        # The server hangs up on connections that were idle for 5 seconds: one must not be used just then.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=1.0)
         # The environment's proxies are for the world outside, not for engines.
         self._http = httpx.AsyncClient(limits=limits, trust_env=False)
 
@@ -109,12 +113,12 @@ class VllmHttp:
     async def weight_version(self) -> str:
         """Label of the weights as last finished: what `finish_update` was told."""
         seconds = self._config.connect_timeout_s
-        answer = await self._json("GET", "/weight_info", "health", seconds, NO_DEVELOPMENT_MODE)
+        answer = await self._json("GET", "/weight_info", "health", seconds, "restart the server")
         return str(answer.get("weight_version", ""))
 
     async def pause(self) -> None:
         """End all running requests with "abort" and schedule none until `resume`; caches are forgotten."""
-        path, hint = "/pause?mode=abort&clear_cache=true", NO_DEVELOPMENT_MODE
+        path, hint = "/pause?mode=abort&clear_cache=true", "restart the server"
         await self._json("POST", path, "pause", self._config.pause_timeout_s, hint)
 
     async def resume(self) -> None:
@@ -164,7 +168,7 @@ class VllmHttp:
         timeout = httpx.Timeout(self._config.stall_timeout_s, connect=self._config.connect_timeout_s)
         request = self._http.build_request("POST", self.address + "/v1/completions", json=body, timeout=timeout)
         try:
-            response = await self._http.send(request, stream=True)
+            response = await _sent(lambda: self._http.send(request, stream=True))
             try:
                 if response.status_code != 200:
                     await response.aread()
@@ -227,13 +231,29 @@ class VllmHttp:
         self, method: str, path: str, phase: str, seconds: float, hint: str, body: dict[str, Any] | None = None
     ) -> httpx.Response:
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._config.connect_timeout_s))
+        request = self._http.build_request(method, self.address + path, json=body, timeout=timeout)
         try:
-            return await self._http.request(method, self.address + path, json=body, timeout=timeout)
+            if phase.startswith("update"):
+                return await self._http.send(request)
+            return await _sent(lambda: self._http.send(request))
         except httpx.TimeoutException as error:
             raise self.error(phase, f"{path} did not answer within {seconds:g} s", hint) from error
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
-            raise self.error(phase, f"{path} cannot be reached ({error})", hint) from error
+            raise self.error(phase, f"{path} cannot be reached ({str(error) or repr(error)})", hint) from error
 
     def _refused(self, phase: str, response: httpx.Response, hint: str) -> EngineError:
         path, text = response.request.url.path, " ".join(response.text.split())[:500]
+        if response.status_code == 404 and not path.startswith("/v1/"):
+            hint = NO_DEVELOPMENT_MODE
         return self.error(phase, f"{path} answered {response.status_code}: {text}", hint)
+
+
+async def _sent(send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    """Send once more what a server hung up on unanswered: that was an idle connection which it was closing.
+
+    Not for the steps of a weight update, which must not be done twice.
+    """
+    try:
+        return await send()
+    except HUNG_UP:
+        return await send()

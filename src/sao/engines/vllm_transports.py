@@ -46,7 +46,7 @@ class FolderTransport:
             await self._server.transfer("init_weight_transfer_engine", {"init_info": {}})
             self._begun = True
         await self._server.transfer("start_weight_update", {})
-        await self._server.transfer("update_weights", {"update_info": {"folder": _absolute(snapshot)}})
+        await self._server.transfer("update_weights", {"update_info": {"folder": snapshot.location}})
         await self._server.transfer("finish_weight_update", {"weight_version": str(snapshot.version)})
 
     async def close(self) -> None:
@@ -175,10 +175,6 @@ async def _both(asked: Any, working: Any) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _absolute(snapshot: Snapshot) -> str:
-    return str(Path(snapshot.location).absolute())
 
 
 def _describe(folder: str) -> dict[str, Any]:

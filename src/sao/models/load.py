@@ -1,6 +1,7 @@
 """Causal language models and tokenizers: from a folder, a hub name or a GGUF file, or built small from a config."""
 
 import math
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from sao.store.files import FREE_SPACE, is_full
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -105,8 +108,8 @@ def find_device(name: Device) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError(
-            'model.device or engine.device is "cuda", but torch finds no GPU: install the torch that fits the driver, or set model.device and '
-            'engine.device to "auto" or "cpu"'
+            'model.device or engine.device is "cuda", but torch finds no GPU: install the torch that fits the driver, '
+            'or set model.device and engine.device to "auto" or "cpu"'
         )
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
@@ -186,27 +189,33 @@ def load_tokenizer(path: str | Path, *, gguf_file: str = "") -> PreTrainedTokeni
     return tokenizer
 
 
-def save_model(
-    model: PreTrainedModel, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def save_model(model: PreTrainedModel, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write config and safetensors in the standard form, which any `transformers` program can read.
 
-    `weights` are the model's, as `named_weights` names them, where it does not hold them whole itself. Raises OSError where the disk is full.
+    `weights` are the model's, as `named_weights` names them, where it does not hold them whole itself. Raises OSError
+    where the disk is full, with what it takes and what is free.
     """
     model.config.architectures = [type(model).__name__]
-    with full_disk_named(Path(folder)):
+    held = (tensor for _, tensor in named_weights(model)) if weights is None else weights.values()
+    with full_disk_named(Path(folder), sum(tensor.nbytes for tensor in held)):
         model.save_pretrained(str(folder), state_dict=None if weights is None else dict(weights))
 
 
 @contextmanager
-def full_disk_named(path: Path) -> Generator[None]:
-    """Writing tensors to `path`: safetensors has an error of its own for what the disk refuses; it becomes OSError."""
+def full_disk_named(path: Path, size: int) -> Generator[None]:
+    """Writing `size` bytes of tensors to `path`: what the disk refuses becomes an OSError that says how much it takes.
+
+    safetensors has an error of its own for that.
+    """
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and not is_full(error):
+            raise
+        free = shutil.disk_usage(path.parent).free
         raise OSError(
-            f"cannot write {path}: {error}. What was committed before is safe; free space on that disk, then go on "
-            "with `sao resume`"
+            f"cannot write {path}: {error}. It takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there "
+            f"now. {FREE_SPACE}, then go on with `sao resume`"
         ) from error
 
 
@@ -295,7 +304,9 @@ def _load_gguf(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         packed = AutoModelForCausalLM.from_pretrained(config.path, gguf_file=config.gguf_file, dtype=dtype, **options)
     except ImportError as error:
-        raise ValueError(f"reading {str(file)!r} needs the extra `gguf`: pip install -e '.[gguf]' in sao's checkout ({error})") from error
+        raise ValueError(
+            f"reading {str(file)!r} needs the extra `gguf`: pip install -e '.[gguf]' in sao's checkout ({error})"
+        ) from error
     except Exception as error:  # the parser raises whatever a broken file makes it raise
         raise ValueError(f"cannot read the GGUF file {str(file)!r}: {error}") from error
     fields = packed.config.to_dict()

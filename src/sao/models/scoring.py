@@ -47,7 +47,8 @@ def action_logprobs(
 
     token_ids, position_ids: (1, T), packed. predictor_index: (N,) place in 0..T-1 of the token before each target.
     target_ids: (N,). Returns logprobs (N,) and entropy (N,); the entropy has no gradient, and is 0 without
-    `with_entropy`; `attention_mask` as for `hidden_states`. The head is applied to `chunk_tokens` targets at a time, and again in the backward pass.
+    `with_entropy`; `attention_mask` as for `hidden_states`. The head is applied to `chunk_tokens` targets at a
+    time, and again in the backward pass.
     """
     if predictor_index.ndim != 1 or predictor_index.shape != target_ids.shape:
         raise ValueError(

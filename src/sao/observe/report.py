@@ -13,7 +13,7 @@ import numpy as np
 
 from sao.observe.catalogue import PLOTS
 from sao.observe.figures import idle, throughput
-from sao.observe.run_data import RunData, increments, is_number, read_run
+from sao.observe.run_data import REPLACED, RunData, increments, is_number, read_run
 from sao.store.replay import Fate
 
 _CSS = """
@@ -171,6 +171,9 @@ def _notes(run: RunData) -> list[_Block]:
         notes.append(f"{run.state.quarantined} records of the log are damaged, and were skipped.")
     if run.broken_lines:
         notes.append(f"{run.broken_lines} lines of metrics.jsonl are damaged, and were skipped.")
+    for key, what in REPLACED.items():
+        if run.replaced[key]:
+            notes.append(f"{what}, times: {run.replaced[key]} (`{key}`); `events.log` and the program's log say why.")
     for name in ("actor", "critic"):
         _, skipped = run.series(f"{name}/skipped")
         if skipped.any():

@@ -25,6 +25,14 @@ MAX_ROLLOUTS = 4000
 """Rollouts whose tokens the report looks at, newest first: enough for its histograms, and bounded memory."""
 
 
+REPLACED = {
+    "loop/trainer_restarts": "The trainer was lost, and the run went on from its last commit",
+    "loop/worker_restarts": "A rollout process died or hung, and was replaced",
+    "engine/taken_out": "An engine replica was taken out",
+}
+"""Counters of parts that were lost or replaced, and what they count; each begins at 0 when its parts are started."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSample:
     """Action tokens (N,) of the trained rollouts of a run's second half."""
@@ -53,6 +61,9 @@ class MetricRows:
     """Rows of the surviving history: what a resume repeated counts once, in its last form."""
     broken_lines: int
     """Lines that are no JSON object: torn by a crash, or damaged."""
+    replaced: Mapping[str, int]
+    """How many parts of each key of REPLACED were replaced over all starts; those of a history that a resume made void
+    count too."""
 
     def stage(self, stage: str) -> list[Row]:
         """Rows of a stage, in order of their steps."""
@@ -144,7 +155,11 @@ def surviving(rows: list[Row]) -> tuple[Row, ...]:
 def read_metrics(path: Path) -> MetricRows:
     """Read a metrics.jsonl, also where it stands alone. A file that is missing has no rows."""
     lines = read_json_lines(path)
-    return MetricRows(rows=surviving(list(lines.rows)), broken_lines=lines.broken)
+    replaced: dict[str, int] = {}
+    for key in REPLACED:
+        counter = np.array([row[key] for row in lines.rows if is_number(row.get(key))], dtype=np.float64)
+        replaced[key] = int(increments(counter).sum())
+    return MetricRows(rows=surviving(list(lines.rows)), broken_lines=lines.broken, replaced=replaced)
 
 
 def read_run(path: Path | str) -> RunData:
@@ -155,6 +170,7 @@ def read_run(path: Path | str) -> RunData:
         path=folder.path,
         rows=metrics.rows,
         broken_lines=metrics.broken_lines,
+        replaced=metrics.replaced,
         state=state,
         tokens=_sample_tokens(folder.log, state),
         config=_load_toml(folder.config),

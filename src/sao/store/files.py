@@ -1,5 +1,6 @@
 """Files that survive a crash: durable writes, checksums, lines of JSON."""
 
+import errno
 import json
 import math
 import os
@@ -11,7 +12,23 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+FREE_SPACE = "What was committed before is safe; free space on that disk"
+"""What to do about a disk that is full."""
+
 _CHUNK = 4 * 1024 * 1024
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or what one may use of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def describe_error(error: BaseException) -> str:
+    """What an error says. The system's name file and cause apart, and do not say what to do."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror}{where}" + (f". {FREE_SPACE}" if is_full(error) else "")
 
 
 def sync_file(path: Path) -> None:

@@ -30,6 +30,7 @@ from sao.algorithm.diagnostics import PolicyDiagnostics
 from sao.models.load import Device, find_device, named_weights
 from sao.models.scoring import action_logprobs
 from sao.pipeline.packing import MicroBatch
+from sao.store.files import describe_error
 from sao.training.critic import Critic, decoder_layers
 from sao.training.protocol import TrainerError, TrainerLostError
 from sao.training.tensors import forward_inputs, to_tensor
@@ -338,7 +339,7 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, str, str]:
         return work(), "", ""
     except (ValueError, OSError, TrainerError) as error:
         kind = next(name for name, kind in _KINDS.items() if isinstance(error, kind))
-        return None, kind, str(error)
+        return None, kind, describe_error(error)
 
 
 def _first_result(outcomes: Sequence) -> Any:

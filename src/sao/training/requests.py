@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sao.observe.metrics import Metric
+from sao.store.files import describe_error
 from sao.training.optimiser import Progress
 from sao.training.protocol import ActorUpdate, StepReport, TrainerError, TrainerLostError
 from sao.training.service import TrainerService
@@ -52,7 +53,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, TrainerError):
         return Failure(text=str(error), kind=type(error))
     if isinstance(error, OSError):  # A disk that is full stays so.
-        return Failure(text=str(error), kind=TrainerError)
+        return Failure(text=describe_error(error), kind=TrainerError)
     detail = "".join(traceback.format_exception(error))
     text = f"{type(error).__name__} in the trainer process: {error}\n{detail}"
     return Failure(text=text, kind=TrainerLostError)

@@ -47,7 +47,7 @@ def write_shard(tensors: Mapping[str, Tensor], path: Path, *, rank: int = 0) -> 
                 rows[name] = (first_row(tensor), tensor.shape[0])
         elif rank == 0:
             mine[name] = tensor
-    with full_disk_named(path):
+    with full_disk_named(path, sum(tensor.nbytes for tensor in mine.values())):
         on_cpu = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in mine.items()}
         save_file(on_cpu, path, metadata={_HEADER: json.dumps(rows)} if rows else None)
 

@@ -42,7 +42,7 @@ class SnapshotStore:
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
         """Write the actor's weights as `version`, with the probe's log-probs under them.
 
-        Raises TrainerError for weights that give log-probs which are not finite.
+        Raises TrainerError for weights that give log-probs which are not finite, OSError where the disk is full.
         """
         ranks = self._ranks
         weights = ranks.whole_weights(actor)
@@ -70,7 +70,12 @@ class SnapshotStore:
             shutil.rmtree(leftover)
         partial = self._folder / f"v{version:08d}.partial"
         partial.mkdir()
-        save_model(actor, partial, weights)
+        try:
+            save_model(actor, partial, weights)
+        except OSError:
+            # What the disk was too full for must not keep it full.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         return partial
 
     def _score(self, actor: PreTrainedModel, probe: tuple[int, ...]) -> Tensor:

@@ -103,7 +103,7 @@ def test_sessions_share_the_steps_of_a_replica():
             await engine.decode(tokens)
             return clock.now()
 
-        return await asyncio.gather(turn(0, 10), turn(4, 2))
+        return list(await asyncio.gather(turn(0, 10), turn(4, 2)))
 
     assert run_virtual(play()) == pytest.approx([22, 10])
 
@@ -128,7 +128,7 @@ def test_a_block_has_the_version_in_force_at_its_start():
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 99), group=st.sampled_from([2, 4]), eta=st.integers(0, 2), spread=st.floats(0, 1.5))
-def test_streaming_is_never_behind_the_group_barrier(seed, group, eta, spread):
+def test_streaming_is_never_behind_the_group_barrier(seed: int, group: int, eta: int, spread: float):
     """Catches a barrier that is passed early: the same rollouts, but those of a group wait for one another."""
     config = by_hand(
         seed=seed, max_batches_ahead=eta, turns=Distribution(mean=4.0, spread=spread, most=50.0), concurrency=5,
@@ -168,7 +168,7 @@ def test_the_same_seed_gives_the_same_run():
         ("turns.mean=60", "at least the mean"),
     ],
 )
-def test_what_cannot_be_is_refused(override, message):
+def test_what_cannot_be_is_refused(override: str, message: str):
     """Catches a setting that hangs the loop, or that is silently not the one meant."""
     with pytest.raises(ConfigError, match=message):
         config_of(override.split())
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused(override, message):
         ("group_size=2", "group_size=3", "curve 'tail', x = 0, arm 'groups'.*not a multiple"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
+def test_a_plan_that_cannot_be_is_refused(old: str, new: str, message: str, tmp_path: Path):
     """Catches a plan whose fault shows only after its first runs."""
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace(old, new))
@@ -191,7 +191,7 @@ def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
         list(places(read_plan(path)))
 
 
-def test_the_command_writes_table_curves_and_results(tmp_path, capsys):
+def test_the_command_writes_table_curves_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Catches a report that misses an arm, a point or a seed."""
     path = tmp_path / "plan.toml"
     path.write_text(PLAN)

@@ -27,7 +27,8 @@ COLUMNS = (
 
 def table(curve: Curve, found: Sequence[Cell]) -> list[str]:
     """A curve as Markdown: medians over seeds, and the range of the speed-up."""
-    headings = [curve.label, "schedule", "seeds", *(heading for heading, _, _ in COLUMNS), f"{found[0].arm} is faster by"]
+    measured = (heading for heading, _, _ in COLUMNS)
+    headings = [curve.label, "schedule", "seeds", *measured, f"{found[0].arm} is faster by"]
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for cell in found:
         numbers = [form.format(_no_minus_zero(cell.values[name].median)) for _, name, form in COLUMNS]

@@ -40,6 +40,7 @@ from sao.progress import ConsoleReporter
 from sao.recipes import RECIPES, find_recipe, recipe_lines, recipes_page
 from sao.rollout.pool import WorkerStartError
 from sao.rollout.teacher import TeacherError
+from sao.simulate.command import simulate
 from sao.single import (
     Policy,
     collect,
@@ -58,6 +59,7 @@ from sao.training.protocol import TrainerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.command()(study)
+app.command()(simulate)
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML configuration of the run.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run folder.", show_default=False)]

@@ -21,8 +21,12 @@ class ScriptedTrainer:
     """What the costs are charged to."""
     actor_seconds: float = 0.0
     """Seconds from the batch to the new version."""
+    actor_token_seconds: float = 0.0
+    """More for each action token of the batch."""
     critic_seconds: float = 0.0
     """Seconds from there to the end of the step."""
+    critic_token_seconds: float = 0.0
+    """More for each action token of the batch."""
     skip_steps: frozenset[int] = frozenset()
     """Steps whose actor update is skipped as not finite."""
     consumed: list[str] = field(default_factory=list)
@@ -40,7 +44,7 @@ class ScriptedTrainer:
         """Remember the batch and let the actor's time pass."""
         assert self._batch is None, "update_critic() must follow update_actor()"
         self._batch = batch
-        await self.clock.sleep(self.actor_seconds)
+        await self.clock.sleep(self.actor_seconds + self.actor_token_seconds * _action_tokens(batch))
         self.consumed += [rollout.id for rollout in batch.rollouts]
         if batch.step in self.skip_steps:
             return ActorUpdate(snapshot=None, skipped="not_finite")
@@ -50,7 +54,7 @@ class ScriptedTrainer:
         """Let the critic's time pass; the tokens' numbers are those recorded, or 0."""
         assert self._batch is not None, "update_actor() comes first"
         batch, self._batch = self._batch, None
-        await self.clock.sleep(self.critic_seconds)
+        await self.clock.sleep(self.critic_seconds + self.critic_token_seconds * _action_tokens(batch))
         metrics = {"actor/updates": last(len(self.versions) - 1)}
         return StepReport(
             step=batch.step, metrics=metrics, tokens=tuple(_tokens(rollout) for rollout in batch.rollouts)
@@ -70,6 +74,10 @@ class ScriptedTrainer:
 
     async def stop(self) -> None:
         """Nothing to release."""
+
+
+def _action_tokens(batch: Batch) -> int:
+    return sum(rollout.num_action_tokens for rollout in batch.rollouts)
 
 
 def _tokens(rollout: Rollout) -> tuple[TokenRecord, ...]:

@@ -25,7 +25,7 @@ MAY_BE_ZERO = (
     "weight_decay", "worker_processes", "fit.steps", "max_moves", "max_restarts", "max_restarts_per_hour",
     "max_batches_ahead", "max_age", "max_retries", "max_failure_share", "evaluation.tasks", "final_tasks",
     "engine_cpus", "engine_gpus", "trainer_cpus", "trainer_gpus", "worker_cpus",
-    "stop_from_step",
+    "stop_from_step", "reference_kl", "mixed_share",
     # Errors of the scripted expert.
     "wrong_operand", "wrong_operator", "skip_step", "give_up", "early_answer", "wrong_answer",
     # A seed, the end of a band, or of a recursion.

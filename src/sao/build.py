@@ -25,7 +25,7 @@ from sao.engines.process import ProcessEngine
 from sao.engines.protocol import Engine
 from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
-from sao.envs.select import World, make_world
+from sao.envs.select import World, make_world, source_words
 from sao.envs.tokenizer import save_tokenizer
 from sao.models.load import load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
@@ -47,7 +47,7 @@ from sao.types import Snapshot
 
 
 def prepare_tokenizer(config: RunConfig, target: Path) -> Path:
-    """A folder with the tokenizer: the one named, the model's, or the demo's word tokenizer written to `target`."""
+    """A folder with the tokenizer: the one named, the model's, or a word tokenizer written to `target`."""
     named = config.tokenizer.path or config.model.path
     if named and not (config.model.gguf_file and not config.tokenizer.path):
         return Path(named)
@@ -56,7 +56,7 @@ def prepare_tokenizer(config: RunConfig, target: Path) -> Path:
         if named:
             load_tokenizer(named, gguf_file=config.model.gguf_file).save_pretrained(str(target))
         else:
-            save_tokenizer(target)
+            save_tokenizer(target, source_words(config.tasks))
     return target
 
 

@@ -55,7 +55,7 @@ class TokenizerConfig:
     """Text to tokens."""
 
     path: str = ""
-    """Folder or hub name; empty takes the model's, or builds the word tokenizer of the demo for a built model."""
+    """Folder or hub name; empty takes the model's, or builds one of the task source's words for a built model."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role under which the template shows tool output; "user" for templates without a tool role."""
 
@@ -158,6 +158,11 @@ class RunConfig:
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
 
+    @property
+    def tasks_per_step(self) -> int:
+        """Tasks whose rollouts make a batch."""
+        return self.loop.batch_size // self.loop.group_size
+
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
             raise ValueError(
@@ -191,6 +196,8 @@ class RunConfig:
             raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
         if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):
             raise ValueError("in virtual time only in-process tools run, and only metrics.jsonl is written")
+        if self.clock == "virtual" and self.environment.judge.kind == "model":
+            raise ValueError('a model that judges answers is outside of virtual time; set clock = "real", or rules')
         self.trainer.require_clock(self.clock)
         if self.clock == "virtual" and (self.engine.kind != "local" or self.engine.replicas > 1):
             raise ValueError('in virtual time only one local engine runs: set clock = "real", or engine.replicas to 1')

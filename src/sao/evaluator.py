@@ -8,7 +8,7 @@ from sao.build import make_engine, make_worker
 from sao.clock import Clock, WaitTimeoutError, limit, unless_failed
 from sao.config import RunConfig
 from sao.engines.protocol import Engine, EngineError
-from sao.envs.select import World, make_source
+from sao.envs.select import ENDLESS, World, make_source
 from sao.evaluate import evaluate
 from sao.loop import EvaluationLostError
 from sao.observe.metrics import Metrics
@@ -25,7 +25,7 @@ def evaluation_tasks(config: RunConfig, limit: int) -> list[Task]:
     for number, source_config in enumerate(config.evaluation_tasks or (config.tasks,)):
         source = make_source(source_config, "evaluation", seed=config.seed)
         size = limit or source_config.limit
-        if not size and source_config.source in ("chain", "guess"):
+        if not size and source_config.source in ENDLESS:
             raise ValueError(f"evaluation.tasks is 0, but data set {number} ({source.name}) has no end; give a number")
         index = 0
         while (task := source.at(index)) is not None and (not size or index < size):

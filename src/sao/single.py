@@ -127,7 +127,8 @@ def collect(policy: Policy, scratch: Path, out: Path, *, count: int, only_right:
     """
     if out.exists():
         raise ValueError(f"{out} exists already; name another folder")
-    config, source = policy.config, make_source(policy.config.tasks, "train", seed=policy.config.seed)
+    config = policy.config
+    source = make_source(config.tasks, "train", seed=config.seed, tasks_per_step=config.tasks_per_step)
     tasks = [task for task in map(source.at, range(count)) if task is not None]
     if not tasks:
         raise ValueError(f"the task source {source.name} has no task")
@@ -174,7 +175,7 @@ def collect_from_teacher(
 ) -> Collected:
     """Let an OpenAI-compatible model play `count` training tasks; traces go to `out`/traces.jsonl, resumable."""
     clock = RealClock()
-    source = make_source(config.tasks, "train", seed=config.seed)
+    source = make_source(config.tasks, "train", seed=config.seed, tasks_per_step=config.tasks_per_step)
     world = make_world(config.environment, config.tasks, clock, seed=config.seed)
     done = 0
 

@@ -282,7 +282,7 @@ async def _train(
         stack.push_async_callback(evaluator.stop)
         parts = Parts(
             clock=clock,
-            source=make_source(config.tasks, "train", seed=config.seed),
+            source=make_source(config.tasks, "train", seed=config.seed, tasks_per_step=config.tasks_per_step),
             worker=worker,
             engine=engine,
             trainer=trainer,

@@ -21,6 +21,7 @@ SOURCE = {path: path.read_text() for path in Path(sao.__file__).parent.rglob("*.
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 REAL_ONLY = {"cpu/trainer", "cpu/engine", "memory/trainer_mb"}
 COMMON = ("loop.steps=2", "value_pretraining.rollouts=8", "evaluation.tasks=2", "evaluation.pass_k=[1]")
+PENALTIES = ("trainer.sequence_gate=1.0", "trainer.reference_kl=0.1")
 WITH_SFT = (
     'tasks.source="chain"',
     "tasks.chain.max_steps=2",
@@ -63,7 +64,8 @@ def ran(path: Path, config: RunConfig) -> Ran:
 @pytest.fixture(scope="module")
 def virtual(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran(
-        tmp_path_factory.mktemp("virtual") / "run", small_config(*COMMON, *WITH_SFT, "trainer.sequence_gate=1.0")
+        tmp_path_factory.mktemp("virtual") / "run",
+        small_config(*COMMON, *WITH_SFT, *PENALTIES),
     )
 
 
@@ -79,7 +81,8 @@ def documented() -> set[str]:
 def logged(rows: Iterable[Any]) -> set[str]:
     """Keys of rows, as the page spells them."""
     keys = {key for row in rows for key in row if "/" in key}
-    return {re.sub(r"pass_at_\d+$", "pass_at_k", re.sub(r"^eval/[^/]+/", "eval/<data_set>/", key)) for key in keys}
+    keys = {re.sub(r"^(eval|rollout)/[^/]+/", r"\1/<data_set>/", key) for key in keys}
+    return {re.sub(r"pass_at_\d+$", "pass_at_k", key) for key in keys}
 
 
 def literals() -> dict[str, str]:

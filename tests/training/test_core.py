@@ -250,6 +250,36 @@ def test_a_gate_on_rollouts_keeps_them_in_the_denominator(gate: float, share: fl
     assert (step.metrics["actor/grad_norm"].value == 0) == (share == 1)
 
 
+def test_a_reference_pulls_the_actor_back_and_stays_where_it_is():
+    """Catches a reference that moves with the actor, and a penalty that pushes away."""
+    gaps: dict[float, float] = {}
+    for weight in (1e-9, 30.0):
+        core = make_core(reference_kl=weight, actor_lr=1e-2)
+        assert core.reference is not None
+        start = weights(core.reference)
+        for number in range(4):
+            core.begin(make_batch(step=number + 1))
+            core.actor_update()
+            step = core._begun()
+            if number == 0:
+                assert step.metrics["actor/reference_kl"].value == 0, "the first update is the start's own"
+            core.critic_update()
+            core.report()
+        assert step.reference_logprobs is not None
+        gaps[weight] = float((step.actor_logprobs - step.reference_logprobs)[step.action_mask].square().mean())
+        assert all(torch.equal(start[name], now) for name, now in weights(core.reference).items())
+    assert gaps[30.0] < 0.5 * gaps[1e-9]
+
+
+def test_without_a_penalty_there_is_no_reference():
+    """Catches memory, and a forward pass, spent on what nobody asked for."""
+    core = make_core()
+    core.begin(make_batch())
+    core.actor_update()
+    assert core.reference is None
+    assert "actor/reference_kl" not in core._begun().metrics
+
+
 def test_untrainable_rollouts_are_refused():
     """An infrastructure failure trained on as reward 0."""
     batch = make_batch(count=2)
@@ -403,6 +433,7 @@ def test_a_micro_batch_without_a_scored_token_is_passed_over():
         ("betas", (0.9, 1.0)),
         ("actor_grad_clip", math.inf),
         ("sequence_gate", 0.0),
+        ("reference_kl", -0.1),
     ],
 )
 def test_settings_out_of_range_are_refused(field: str, value: object):

@@ -208,6 +208,31 @@ def value_loss(
     return 0.5 * (squares / _denominator(denominator, action_mask)).sum()
 
 
+def reference_loss(
+    actor_logprobs: Tensor, reference_logprobs: Tensor, action_mask: Tensor, *, denominator: float | Tensor
+) -> Tensor:
+    """0.5 * sum (actor - reference log-prob)^2 / denominator over action tokens: a pull towards a reference policy.
+
+    Args:
+        actor_logprobs: (B, T) with gradient.
+        reference_logprobs: (B, T) of the same tokens under the reference policy.
+        action_mask: (B, T) bool.
+        denominator: See the head of this file.
+
+    Returns:
+        Scalar loss. On policy its gradient is that of KL(actor || reference), token by token: the mean of
+        (log actor - log reference) grad log actor.
+
+    Raises:
+        ValueError: Shapes that do not fit, a reference that is not finite, a denominator not above 0.
+
+    Source: the "k2" estimator of J. Schulman, "Approximating KL divergence" (2020), as a loss.
+    """
+    check_shapes(actor_logprobs=actor_logprobs, reference_logprobs=reference_logprobs, action_mask=action_mask)
+    log_ratio = _log_ratio(actor_logprobs, reference_logprobs, action_mask)
+    return 0.5 * (log_ratio.square() / _denominator(denominator, action_mask)).sum()
+
+
 def trajectory_mean_denominator(num_action_tokens: Tensor, *, num_trajectories: int) -> Tensor:
     """(B, 1): rollouts in the batch times l of the row's rollout, so that each rollout weighs the same."""
     if num_action_tokens.ndim != 1 or num_trajectories < 1:

@@ -77,6 +77,24 @@ class Grader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a judge says of an answer that is not simply right or wrong."""
+
+    quality: float
+    """How good it is, from 0 to 1, whatever its style."""
+    style: float
+    """How much of it is in the style that the task asks for, from 0 to 1."""
+
+
+class Judge(Protocol):
+    """Judges the quality and the style of answers, alike for any number of episodes at once."""
+
+    async def judge(self, task: Task, answer: str) -> Verdict:
+        """Marks of one answer. Raises WorldError when judging itself failed, under the judge's own time limit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
     """What running a piece of code gave."""
 

@@ -14,19 +14,25 @@ from sao.clock import Clock
 from sao.envs.chain import ChainConfig, ChainTasks
 from sao.envs.demonstrations import ChainExpert, NoiseConfig, ScriptedPolicy, gsm8k_expert
 from sao.envs.grader import GraderConfig, MathGrader
+from sao.envs.judge import JudgeConfig, make_judge
 from sao.envs.keyed import uniform
 from sao.envs.math_python import MathPythonConfig, MathPythonEnvironment
 from sao.envs.protocol import CodeTool, Environment, EnvironmentFactory, Grader, TaskSource
 from sao.envs.restricted import RestrictedTool
 from sao.envs.sandbox import SandboxConfig, SandboxPython, UnprotectedPython
 from sao.envs.sources import ListSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
+from sao.envs.styles import StyleEnvironment, StyleExpert, StylesConfig, StyleTasks, style_words
+from sao.envs.tokenizer import demo_words
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.types import Task
 
 Use = Literal["train", "sft", "evaluation"]
 
-ENVIRONMENTS = ("math_python", "guess")
+ENVIRONMENTS = ("math_python", "guess", "styles")
 """Environments of this package, by name."""
+
+ENDLESS = ("chain", "guess", "styles")
+"""Sources that are generated, without end."""
 
 UNSPLIT = ("file", "imo_answerbench")
 """Sources without splits of their own."""
@@ -36,8 +42,9 @@ UNSPLIT = ("file", "imo_answerbench")
 class TasksConfig:
     """Where tasks come from."""
 
-    source: Literal["chain", "guess", "gsm8k", "imo_answerbench", "file"] = "chain"
-    """chain and guess are generated without end; gsm8k and imo_answerbench are read from a folder; file is JSONL."""
+    source: Literal["chain", "guess", "styles", "gsm8k", "imo_answerbench", "file"] = "chain"
+    """chain, guess and styles are generated without end; gsm8k and imo_answerbench are read from a folder; file is
+    JSONL."""
     path: str = ""
     """Folder of gsm8k or imo_answerbench, or the JSONL file."""
     split: Literal["auto", "train", "sft", "evaluation"] = "auto"
@@ -53,10 +60,17 @@ class TasksConfig:
     """For source = "chain"."""
     guess: GuessConfig = field(default_factory=GuessConfig)
     """For source = "guess"."""
+    styles: StylesConfig = field(default_factory=StylesConfig)
+    """For source = "styles"."""
 
     def __post_init__(self) -> None:
         if self.limit < 0:
             raise ValueError(f"tasks.limit is {self.limit}; use 0 for all")
+        if self.limit and self.source == "styles":
+            raise ValueError(
+                f"tasks.limit is {self.limit}, but a pool of tasks would keep their styles for ever; tasks.source = "
+                '"styles" needs 0, and its prompts come again by themselves'
+            )
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"tasks.held_out_share is {self.held_out_share}; it must be at least 0 and below 1")
         if self.held_out_share and self.source not in UNSPLIT:
@@ -70,8 +84,8 @@ class EnvironmentConfig:
     """What the policy acts in."""
 
     name: str = "math_python"
-    """math_python: mathematics with a Python tool. guess: the toy of envs/toy.py. "module:name": one of your own, made
-    by calling that name without arguments (docs/environments.md)."""
+    """math_python: mathematics with a Python tool. guess: the toy of envs/toy.py. styles: answers in a style.
+    "module:name": one of your own, made by calling that name without arguments (docs/environments.md)."""
     tool: Literal["restricted", "sandbox", "unprotected"] = "restricted"
     """restricted: arithmetic and assignments, no process. sandbox: real Python under bubblewrap. unprotected: real
     Python with nothing around it; refused unless `allow_unprotected`."""
@@ -82,7 +96,9 @@ class EnvironmentConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For tool = "sandbox" and "unprotected"."""
     grader: GraderConfig = field(default_factory=GraderConfig)
-    """How answers are judged."""
+    """How answers of math_python are judged."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """How answers of styles are judged."""
 
     def __post_init__(self) -> None:
         if self.name not in ENVIRONMENTS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.name):
@@ -117,6 +133,9 @@ def make_world(config: EnvironmentConfig, tasks: TasksConfig, clock: Clock, *, s
         return World(make_environment=_own_factory(config.name), grader=grader)
     if config.name == "guess":
         return World(make_environment=lambda: GuessEnvironment(tasks.guess), grader=grader)
+    if config.name == "styles":
+        judge, coin = make_judge(config.judge, clock), config.judge.coin
+        return World(make_environment=lambda: StyleEnvironment(judge, coin=coin, seed=seed), grader=grader)
     make_tool = _tool_factory(config)
 
     def make_environment() -> Environment:
@@ -150,19 +169,16 @@ def _tool_factory(config: EnvironmentConfig) -> Callable[[], CodeTool]:
             return lambda: UnprotectedPython(config.sandbox, unprotected=config.allow_unprotected)
 
 
-def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
+def make_source(config: TasksConfig, use: Use, *, seed: int, tasks_per_step: int = 1) -> TaskSource:
     """The source a configuration names; a limit makes a pool of its tasks. Evaluation neither cycles nor shuffles.
 
-    Raises ValueError for bad files.
+    `tasks_per_step`: tasks that a training step takes, for a source that changes with the steps. Raises ValueError for
+    bad files.
     """
     split = _split(config, use)
     match config.source:
-        case "chain" | "guess":
-            endless = (
-                ChainTasks(config.chain, stream=split, seed=seed)
-                if config.source == "chain"
-                else GuessTasks(config.guess, name=f"guess-{split}", seed=seed)
-            )
+        case "chain" | "guess" | "styles":
+            endless = _endless(config, split, seed, tasks_per_step)
             if not config.limit:
                 return endless
             tasks = [task for task in map(endless.at, range(config.limit)) if task is not None]
@@ -177,6 +193,19 @@ def make_source(config: TasksConfig, use: Use, *, seed: int) -> TaskSource:
     return ListSource(
         tasks[: config.limit or None], name=name, seed=seed, shuffle=training, cycle=training and config.cycle
     )
+
+
+def _endless(config: TasksConfig, split: Use, seed: int, tasks_per_step: int) -> TaskSource:
+    if config.source == "chain":
+        return ChainTasks(config.chain, stream=split, seed=seed)
+    if config.source == "guess":
+        return GuessTasks(config.guess, name=f"guess-{split}", seed=seed)
+    return StyleTasks(config.styles, stream=split, seed=seed, tasks_per_step=tasks_per_step)
+
+
+def source_words(config: TasksConfig) -> tuple[str, ...]:
+    """What a word tokenizer must know for a source; generated tasks other than styles share one vocabulary."""
+    return style_words() if config.source == "styles" else demo_words()
 
 
 def _part(tasks: list[Task], config: TasksConfig, split: Use) -> list[Task]:
@@ -210,6 +239,8 @@ def make_expert(config: TasksConfig, noise: NoiseConfig, *, seed: int) -> Callab
             return lambda task: ChainExpert(task, noise, seed=seed)
         case "gsm8k":
             return gsm8k_expert
+        case "styles":
+            return lambda task: StyleExpert(task, config.styles, seed=seed)
         case _:
             raise ValueError(
                 f'there is no scripted expert for tasks.source = "{config.source}"; give traces of another policy by '

@@ -86,14 +86,18 @@ def engine_metrics(health: EngineHealth, before: EngineHealth) -> dict[str, Metr
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Means over the rollouts of a batch."""
+    """Means over the rollouts of a batch; the reward also over those of each data set."""
     if not rollouts:
         return {}
+    of_set: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.data_set:
+            of_set.setdefault(rollout.data_set, []).append(rollout.reward)
 
     def average(values: Sequence[float]) -> Metric:
         return last(sum(values) / len(values))
 
-    return {
+    return {f"rollout/{name}/reward": average(rewards) for name, rewards in of_set.items()} | {
         "rollout/reward": average([rollout.reward for rollout in rollouts]),
         "rollout/action_tokens": average([rollout.num_action_tokens for rollout in rollouts]),
         "rollout/tokens": average([rollout.num_tokens for rollout in rollouts]),

@@ -6,30 +6,22 @@ The teacher plays the same environments as the policy, by messages instead of to
 import asyncio
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
-
-import httpx
+from typing import TextIO
 
 from sao.clock import Clock
+from sao.envs.chat import ChatClient, Endpoint, EndpointError, UnansweredError
 from sao.envs.math_python import INSTRUCTIONS
 from sao.envs.protocol import EnvironmentFactory, WorldError
-from sao.envs.traces import Trace, read_traces, shorten
+from sao.envs.traces import Trace, read_traces
 from sao.types import Message, Task
-
-_RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
 
 class TeacherError(RuntimeError):
     """The teacher cannot be used; the message says why and what to do."""
-
-
-class UnansweredError(RuntimeError):
-    """One request got no usable answer; others may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,67 +85,33 @@ class Teacher:
 
     def __init__(self, config: TeacherConfig, clock: Clock) -> None:
         self._config = config
-        self._clock = clock
-        key = os.environ.get(config.api_key_variable, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
-        self._http = httpx.AsyncClient(headers=headers, timeout=config.timeout_s)
+        endpoint = Endpoint(
+            section="teacher",
+            base_url=config.base_url,
+            model=config.model,
+            api_key_variable=config.api_key_variable,
+            timeout_s=config.timeout_s,
+            max_retries=config.max_retries,
+        )
+        self._client = ChatClient(endpoint, clock)
 
     async def reply(self, messages: Sequence[Message]) -> str:
         """The next assistant message. Raises TeacherError if none will ever come, UnansweredError if not to this."""
         config = self._config
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         turns = [{"role": config.tool_role if m.role == "tool" else m.role, "content": m.content} for m in messages]
-        body = {
-            "model": config.model,
-            "messages": [*system, *turns],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
-        text = _content_of(await self._post(body))
+        try:
+            text = await self._client.reply(
+                [*system, *turns], temperature=config.temperature, max_tokens=config.max_tokens
+            )
+        except EndpointError as error:
+            raise TeacherError(str(error)) from error
         ends = [text.find(mark) + len(mark) for mark in config.cut_after if mark in text]
         return text[: min(ends)] if ends else text
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
-
-    async def _post(self, body: dict[str, Any]) -> Any:
-        trouble = ""
-        for attempt in range(self._config.max_retries + 1):
-            wait = float(2**attempt)
-            try:
-                response = await self._http.post(self._url, json=body)
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__} {error}".strip()
-            else:
-                if response.is_success:
-                    return _json_of(response)
-                self._refuse(response)
-                trouble = f"status {response.status_code}: {shorten(response.text)}"
-                wait = _retry_after(response) or wait
-            if attempt < self._config.max_retries:
-                await self._clock.sleep(min(wait, 60.0))
-        raise TeacherError(
-            f"the teacher at {self._url} did not answer in {self._config.max_retries + 1} tries; the last one: "
-            f"{trouble}. Check teacher.base_url and that the server runs"
-        )
-
-    def _refuse(self, response: httpx.Response) -> None:
-        """Raise for an answer that a repeated request would get again."""
-        status, said = response.status_code, shorten(response.text)
-        if status in (401, 403):
-            raise TeacherError(
-                f"the teacher at {self._url} refuses the key (status {status}: {said}); put a valid one into the "
-                f"environment variable {self._config.api_key_variable}"
-            )
-        if status == 404:
-            raise TeacherError(
-                f"the teacher at {self._url} knows no model {self._config.model!r}, or no such address (status 404: "
-                f"{said}); check teacher.model and teacher.base_url"
-            )
-        if status not in _RETRIED_STATUS:
-            raise UnansweredError(f"status {status}: {said}")
+        await self._client.close()
 
 
 @dataclass(kw_only=True)
@@ -307,32 +265,3 @@ def _resume(path: Path) -> set[str]:
             except ValueError:
                 file.truncate(whole)
     return {trace.task_id for trace in read_traces(path)} if path.stat().st_size else set()
-
-
-def _json_of(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise UnansweredError(f"the answer is not JSON: {shorten(response.text)}") from error
-
-
-def _content_of(answer: Any) -> str:
-    try:
-        choice = answer["choices"][0]
-        text, finish = choice["message"]["content"], choice.get("finish_reason")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UnansweredError(f"the answer is no chat completion: {shorten(str(answer))}") from error
-    if finish == "length":
-        raise UnansweredError("a reply was cut at teacher.max_tokens")
-    if not isinstance(text, str) or not text.strip():
-        raise UnansweredError("a reply was empty")
-    return text
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait, if it says so in seconds."""
-    try:
-        seconds = float(response.headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return seconds if seconds > 0 else None

@@ -13,6 +13,7 @@ updates changes no bit.
 B rows, T tokens of a row, N scored tokens of a micro-batch.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,8 @@ class _Step:
     actor_packs: list[MicroBatch]
     critic_packs: list[MicroBatch]
     actor_logprobs: Tensor
+    reference_logprobs: Tensor | None = None
+    """Of the policy that RL started from, where the actor is kept near it."""
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
@@ -109,6 +112,8 @@ class TrainerCore:
         self.counters, self.ranks = Counters(), ranks
         actor.requires_grad_(True)
         use_packed_attention(actor)
+        # The actor is that of RL's start here, also in a run that resumes: its weights are read afterwards.
+        self.reference = copy.deepcopy(actor).requires_grad_(False) if config.reference_kl else None
         ranks.shard_actor(actor)
         set_activation_checkpointing(actor, config.activation_checkpointing)
         self.actor_optimiser = self._optimiser(actor, config.actor_grad_clip)
@@ -172,6 +177,8 @@ class TrainerCore:
         turn = self.counters.steps - self.config.critic_only_steps
         rate = learning_rate(self.config.actor_lr, max(turn, 0), warmup_steps=self.config.actor_warmup_steps)
         self._gate_sequences(step)
+        if self.reference is not None:
+            step.reference_logprobs = self._actor_pass(step, 1.0, train=False, actor=self.reference).logprobs
         denominator = self._actor_denominator(step)
         done = self._actor_pass(step, denominator, train=turn >= 0)
         step.actor_logprobs = done.logprobs
@@ -312,9 +319,11 @@ class TrainerCore:
                 found = self._actor_pass(step, 1.0, train=False).diagnostics
                 return max(found.tokens - found.masked_low - found.masked_high, 1.0)
 
-    def _actor_pass(self, step: _Step, denominator: float | Tensor, *, train: bool) -> ActorPass:
+    def _actor_pass(
+        self, step: _Step, denominator: float | Tensor, *, train: bool, actor: PreTrainedModel | None = None
+    ) -> ActorPass:
         return actor_pass(
-            self.actor,
+            self.actor if actor is None else actor,
             step.actor_packs,
             rollout_logprobs=step.rollout_logprobs,
             advantages=step.targets.advantages,
@@ -322,6 +331,8 @@ class TrainerCore:
             algorithm=self.algorithm,
             chunk_tokens=self.config.logprob_chunk_tokens,
             train=train,
+            reference_logprobs=step.reference_logprobs,
+            reference_kl=self.config.reference_kl,
             ranks=self.ranks,
         )
 
@@ -348,6 +359,9 @@ class TrainerCore:
             **diagnostics.summary(),
             **dict(zip(("ratio_p01", "ratio_p50", "ratio_p99"), quantiles, strict=True)),
         }
+        if step.reference_logprobs is not None:
+            gaps = (step.actor_logprobs - step.reference_logprobs)[step.action_mask]
+            found["reference_kl"] = float(gaps.mean())
         step.metrics |= {f"actor/{name}": last(value) for name, value in found.items()}
 
     def _critic_metrics(self, step: _Step) -> dict[str, Metric]:

@@ -21,7 +21,7 @@ class TrainerCost:
     """What a step costs in virtual time. Tokens are all tokens of the batch, observations included."""
 
     value_token_seconds: float = 1e-5
-    """Seconds per token to score values: one forward pass."""
+    """Seconds per token of one forward pass: to score values, and for trainer.reference_kl."""
     actor_token_seconds: float = 3e-5
     """Seconds per token of the actor's update: forward and backward."""
     critic_token_seconds: float = 3e-5
@@ -67,7 +67,8 @@ class InlineTrainer:
         """Fix values and targets, update the actor, write it as `version`."""
         cost, clock, core = self._cost, self._clock, self.core
         self._tokens = _tokens(batch.rollouts)
-        value_cost = cost.value_token_seconds * self._tokens if core.critic is not None else 0.0
+        scored = (core.critic is not None) + (core.reference is not None)
+        value_cost = cost.value_token_seconds * self._tokens * scored
         with self._timer.part("values"):
             await clock.compute(lambda: core.begin(batch), cost=value_cost)
         actor_cost = cost.update_seconds + cost.actor_token_seconds * self._tokens

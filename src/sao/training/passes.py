@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sao.algorithm.diagnostics import PolicyDiagnostics
+from sao.algorithm.losses import reference_loss
 from sao.algorithm.sao import AlgorithmConfig, actor_loss, critic_loss
 from sao.pipeline.packing import MicroBatch
 from sao.training.critic import Critic
@@ -63,11 +64,14 @@ def actor_pass(
     algorithm: AlgorithmConfig,
     chunk_tokens: int,
     train: bool,
+    reference_logprobs: Tensor | None = None,
+    reference_kl: float = 0.0,
     ranks: OneRank = ONE_RANK,
 ) -> ActorPass:
     """Score the action tokens; with `train` also add the gradient of the loss to the actor's parameters.
 
-    `rollout_logprobs` and `advantages` are (B, T), `denominator` is a number or (B, T).
+    `rollout_logprobs`, `advantages` and `reference_logprobs` are (B, T), `denominator` is a number or (B, T). With a
+    reference, `reference_kl` times the distance from it is part of the loss.
     """
     everywhere = torch.zeros_like(rollout_logprobs)
     loss_sum, diagnostics = 0.0, PolicyDiagnostics()
@@ -75,15 +79,20 @@ def actor_pass(
         here = share.micro.row, share.micro.column
         with torch.set_grad_enabled(train):
             logprobs, entropy = ranks.action_logprobs(actor, share.micro, chunk_tokens=chunk_tokens)
+            everything = torch.ones_like(logprobs, dtype=torch.bool)[None]
+            divisor = denominator[here][None] if isinstance(denominator, Tensor) else denominator
             loss, found = actor_loss(
                 logprobs[None],
                 rollout_logprobs[here][None],
                 advantages[here][None],
-                torch.ones_like(logprobs, dtype=torch.bool)[None],
-                denominator=denominator[here][None] if isinstance(denominator, Tensor) else denominator,
+                everything,
+                denominator=divisor,
                 config=algorithm,
                 entropy=entropy[None],
             )
+            if reference_logprobs is not None:
+                reference = reference_logprobs[here][None]
+                loss = loss + reference_kl * reference_loss(logprobs[None], reference, everything, denominator=divisor)
             if train:
                 (loss if share.trains else 0 * loss).backward()
         if share.reports:

@@ -28,6 +28,9 @@ class TrainerConfig:
     sequence_gate: float | None = None
     """Largest binary KL in nats, from the policies that sampled a rollout to the actor and on average over its action
     tokens, with which the rollout is trained on; none trains on all. FlashREINFORCE's, for comparison."""
+    reference_kl: float = 0.0
+    """Weight of a penalty that keeps the actor near the policy that RL started from, per token 0.5 (log-prob - the
+    starting policy's)^2. 0: none (paper). Where the world changes, 0.05 to 0.2 keep what it may ask for next alive."""
     actor_warmup_steps: int = 0
     """Steps over which the actor's rate rises to actor_lr, counted after the critic-only steps."""
     critic_warmup_steps: int = 10
@@ -79,7 +82,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         positive = "actor_lr critic_lr actor_grad_clip critic_grad_clip critic_updates micro_batch_tokens"
         positive += " logprob_chunk_tokens max_skipped_in_a_row ranks sequence_ranks threads step_timeout_s"
-        not_negative = "weight_decay actor_warmup_steps critic_warmup_steps critic_only_steps max_restarts"
+        not_negative = "weight_decay reference_kl actor_warmup_steps critic_warmup_steps critic_only_steps max_restarts"
         for name in (positive + " " + not_negative).split():
             number = getattr(self, name)
             if not math.isfinite(number) or number < 0 or (number == 0 and name in positive.split()):
@@ -91,6 +94,11 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.sequence_ranks is {self.sequence_ranks}, which does not divide trainer.ranks = {self.ranks}; "
                 "each group of ranks that shares micro-batches must be whole"
+            )
+        if self.reference_kl and self.sharded:
+            raise ValueError(
+                f"trainer.reference_kl is {self.reference_kl}, which needs a trainer of one rank that computes in "
+                'float32; set it to 0, or trainer.ranks = 1 and trainer.compute_dtype = "float32"'
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"trainer.betas is {self.betas}; both must be in [0, 1)")

@@ -38,6 +38,11 @@ class FakeVllm:
         self.stalls_after = self.dies_after = 1 << 30
         self.token_seconds = 0.0
         self.hangs_up: set[str] = set()
+        self.busy = 0
+        """Requests that are still to be answered 503."""
+        self.refuses_request = self.garbage = False
+        self.queued: set[int] = set()
+        """First tokens of prompts that get no turn."""
         self.sampled = 0
         self.calls: list[str] = []
         self.salts: list[str] = []
@@ -132,6 +137,11 @@ class FakeVllm:
                 return {"is_paused": self.paused}
             case "/weight_info":
                 return {"weight_version": self.label}
+            case "/get_world_size":
+                return {"world_size": 1}
+            case "/weight_checker":
+                state = self.model.state_dict().items()
+                return {"checksums": {name: str(float(tensor.double().sum())) for name, tensor in state}}
             case "/pause":
                 assert query == {"mode": "abort", "clear_cache": "true"}
                 self.paused = True
@@ -192,11 +202,22 @@ class FakeVllm:
             return torch.log_softmax(self.model(torch.tensor([tokens]), use_cache=False).logits[0].float(), dim=-1)
 
     async def _stream(self, body: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+        if self.busy:
+            self.busy -= 1
+            raise RefusedError(503, "the engine is paused")
+        if self.refuses_request:
+            raise RefusedError(400, "this prompt is not taken")
         self.salts.append(body["cache_salt"])
         self.prompts.append(len(body["prompt"]))
         head = HEAD.format(status=200, length="transfer-encoding: chunked\r\n")
         writer.write(head.encode())
         await self._resumed.wait()
+        while body["prompt"][0] in self.queued:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if self.garbage:
+            data = b'data: {"choices": [7]}\n\n'
+            writer.write(f"{len(data):X}\r\n".encode() + data + b"\r\n0\r\n\r\n")
+            return
         generator, tokens, epoch = torch.Generator().manual_seed(body["seed"]), list(body["prompt"]), self._epoch
         ids: list[int] = []
         scores: list[float] = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from sao.clock import Signal, Tasks, WaitTimeoutError, limit
 from sao.engines.gate import EngineGate
-from sao.engines.protocol import Engine, EngineError, EngineHealth, Sampling, last_words
+from sao.engines.protocol import Engine, EngineError, EngineHealth, RequestRefusedError, Sampling, last_words
 from sao.types import GenerationStop, Snapshot, TokenChunk
 
 _LOG = logging.getLogger(__name__)
@@ -154,6 +154,8 @@ class EnginePool:
                         if chunk.stop is not None:
                             return
                     raise EngineError(f"session {session}: the token stream ended without a stop reason")
+                except RequestRefusedError:
+                    raise
                 except EngineError as error:
                     reason = replica.reason or str(error)
                     self._take_out(replica, reason)

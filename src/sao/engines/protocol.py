@@ -14,6 +14,10 @@ class EngineError(RuntimeError):
     """The engine failed, not the policy. A rollout it hits is an infrastructure failure."""
 
 
+class RequestRefusedError(EngineError):
+    """The engine is well, and will not take this generation; another replica would not either."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to draw the tokens of one generation, with randomness keyed by token."""

@@ -13,15 +13,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from sao.clock import Signal, Tasks
 from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
-from sao.engines.sampling import splitmix64
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
+from sao.engines.vllm_generation import VllmGeneration
 from sao.engines.vllm_http import Piece, VllmHttp
 from sao.engines.vllm_settings import VllmConfig
 from sao.engines.vllm_transports import Transport, make_transport
@@ -32,7 +32,10 @@ UNPROVED = -1
 """Version of a server that has yet to prove what it holds."""
 
 DRAIN_S = 2.0
-"""How long aborted requests get to hand in their last tokens; what has not ended then is left, and sent again later."""
+"""How long requests that were running get to hand in their last tokens once they are aborted."""
+
+QUEUED_S = 0.05
+"""The same for requests without a token: those that came after the pause wait in the server's queue until resume."""
 
 MAX_VAIN_REQUESTS = 3
 """Requests of a generation in a row that the server may abort without a token although nobody asked it to."""
@@ -57,21 +60,6 @@ class ServerProcess(Protocol):
         ...
 
 
-class _Generation:
-    """One call of `generate`, over as many requests as updates cut it into."""
-
-    def __init__(self, prompt: list[int], limit: int, cut_by_context: bool, sampling: Sampling) -> None:
-        self.prompt = prompt
-        self.limit = limit
-        self.cut_by_context = cut_by_context
-        self.sampling = sampling
-        self.given: list[int] = []
-        self.chunks: asyncio.Queue[TokenChunk | EngineError] = asyncio.Queue()
-        self.cancelled = False
-        self.ended = False
-        self.request: asyncio.Task[bool] | None = None
-
-
 class VllmEngine:
     """Satisfies Engine for one server. Real clock only; make it with `connect`.
 
@@ -88,10 +76,11 @@ class VllmEngine:
         engine: EngineConfig,
         *,
         vocab_size: int,
+        config: VllmConfig,
         process: ServerProcess | None = None,
     ) -> None:
         self._server, self._transport, self._config, self._process = server, transport, engine, process
-        self._vocab_size = vocab_size
+        self._vocab_size, self._stall_timeout_s, self._checksums = vocab_size, config.stall_timeout_s, config.checksums
         self._version = UNPROVED
         self._failure = "no weights were loaded yet"
         self._stopped = False
@@ -101,10 +90,10 @@ class VllmEngine:
         self._asked: Snapshot | None = None
         self._measured: np.ndarray | None = None
         self._expected: np.ndarray | None = None
-        self._generations: dict[str, _Generation] = {}
+        self._generations: dict[str, VllmGeneration] = {}
         self._tasks = Tasks()
         self._generated = self._recomputed = 0
-        self._busy_seconds, self._busy_since = 0.0, 0.0
+        self._busy_seconds, self._busy_since, self._last_token_at = 0.0, 0.0, 0.0
         self._probe_gap = self._update_seconds = 0.0
         self._update_bytes = 0
 
@@ -129,7 +118,7 @@ class VllmEngine:
             vocab_size = snapshot_vocabulary(snapshot.location)
             await check_server(server, facts, engine, config, vocab_size=vocab_size)
             transport = make_transport(server, config, workers=facts.workers, timeout_s=engine.load_timeout_s)
-            connected = cls(server, transport, engine, vocab_size=vocab_size, process=process)
+            connected = cls(server, transport, engine, vocab_size=vocab_size, config=config, process=process)
             await connected.load(snapshot)
             await check_words(server, engine, vocab_size=vocab_size)
         except BaseException:
@@ -229,12 +218,12 @@ class VllmEngine:
         if self._failure:
             raise EngineError(self._failure)
 
-    def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> _Generation:
+    def _checked(self, token_ids: Sequence[int], max_tokens: int, sampling: Sampling) -> VllmGeneration:
         prompt: list[int] = checked_tokens(token_ids, max_tokens, sampling, self._vocab_size).tolist()
         room = max(self._config.max_context - len(prompt), 0)
-        return _Generation(prompt, min(max_tokens, room), room < max_tokens, sampling)
+        return VllmGeneration(prompt, min(max_tokens, room), room < max_tokens, sampling)
 
-    async def _play(self, generation: _Generation) -> None:
+    async def _play(self, generation: VllmGeneration) -> None:
         """Requests until the generation ends; each waits for the gate and is of one version."""
         vain = 0
         try:
@@ -250,29 +239,44 @@ class VllmEngine:
                     return
                 self._check_usable()
                 version, before = self._version, len(generation.given)
+                generation.answered = False
                 generation.request = asyncio.create_task(self._request(generation, version))
-                await asyncio.wait([generation.request])
-                if not generation.request.cancelled():
-                    generation.request.result()
+                await self._attend(generation.request)
                 updated = not self._open or self._version != version
                 vain = vain + 1 if not updated and len(generation.given) == before else 0
                 if vain >= MAX_VAIN_REQUESTS and not generation.ended and not generation.cancelled:
                     what = f"it aborted {vain} requests in a row without a token, and no update was under way"
                     raise self._server.error("generate", what, "give the server to this run alone; see its log")
-        except EngineError as error:
+        except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
             generation.ended = True
+            if not isinstance(error, EngineError):
+                error = self._server.error("generate", f"not understood ({error!r})", "is it vLLM 0.30 or later?")
             generation.chunks.put_nowait(error)
         finally:
             if generation.request is not None:
                 generation.request.cancel()
 
-    async def _request(self, generation: _Generation, version: int) -> bool:
+    async def _attend(self, request: asyncio.Task[bool]) -> None:
+        """Wait until a request ends or is cancelled. It may queue for as long as the server gives tokens to others."""
+        seconds, since = self._stall_timeout_s, time.monotonic()
+        while not request.done():
+            left = max(since, self._last_token_at) + seconds - time.monotonic()
+            if left <= 0:
+                what = f"no token, for any generation, within vllm.stall_timeout_s = {seconds:g} s"
+                raise self._server.error("generate", what, "restart the server, or raise it")
+            await asyncio.wait([request], timeout=left)
+        if not request.cancelled():
+            request.result()
+
+    async def _request(self, generation: VllmGeneration, version: int) -> bool:
         """One request, of one version; returns whether it ended the generation, and not an abort."""
-        body = self._body(generation, version)
+        body = generation.body(version)
         self._recomputed += len(body["prompt"]) if generation.given else 0
         async with aclosing(self._server.complete(body)) as pieces:
             async for piece in pieces:
                 stop = self._stop_of(generation, piece)
+                if piece.token_ids:
+                    generation.answered, self._last_token_at = True, time.monotonic()
                 generation.given += piece.token_ids
                 self._generated += len(piece.token_ids)
                 generation.ended = stop is not None
@@ -281,24 +285,7 @@ class VllmEngine:
                     generation.chunks.put_nowait(chunk)
         return generation.ended
 
-    def _body(self, generation: _Generation, version: int) -> dict[str, Any]:
-        sampling = generation.sampling
-        index = sampling.first_token_index + len(generation.given)
-        key = np.array([sampling.seed & (2**64 - 1)], dtype=np.uint64) ^ splitmix64(np.array([index], dtype=np.uint64))
-        return {
-            "prompt": generation.prompt + generation.given,
-            "max_tokens": generation.limit - len(generation.given),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            # Only our stop tokens end a generation, and not what the model's configuration calls its end.
-            "ignore_eos": True,
-            "seed": int(splitmix64(key)[0] >> np.uint64(1)),
-            "return_tokens_as_token_ids": True,
-            "cache_salt": f"version-{version}",
-        }
-
-    def _stop_of(self, generation: _Generation, piece: Piece) -> GenerationStop | None:
+    def _stop_of(self, generation: VllmGeneration, piece: Piece) -> GenerationStop | None:
         if piece.finish in ("", "abort"):
             return None
         if piece.finish == "stop":
@@ -307,12 +294,12 @@ class VllmEngine:
             raise self._server.error("generate", f"a request ended by {piece.finish!r}", "look at the server's log")
         return GenerationStop.CONTEXT_FULL if generation.cut_by_context else GenerationStop.MAX_TOKENS
 
-    def _end(self, generation: _Generation, stop: GenerationStop) -> None:
+    def _end(self, generation: VllmGeneration, stop: GenerationStop) -> None:
         generation.ended = True
         version = max(self._version, 0)
         generation.chunks.put_nowait(TokenChunk(token_ids=(), logprobs=(), version=version, stop=stop))
 
-    def _abandon(self, generation: _Generation) -> None:
+    def _abandon(self, generation: VllmGeneration) -> None:
         if not generation.ended and not generation.cancelled:
             generation.cancelled = True
             if generation.request is not None:
@@ -333,7 +320,7 @@ class VllmEngine:
         try:
             await self._server.pause()
             await self._drain()
-            await self._transport.send(snapshot)
+            await self._transfer(snapshot, former)
             await self._server.resume()
             self._probe_gap = await self._prove(snapshot, former)
         except BaseException as error:
@@ -343,15 +330,24 @@ class VllmEngine:
         self._update_seconds, self._update_bytes = time.monotonic() - began, size
         self._changed.notify()
 
+    async def _transfer(self, snapshot: Snapshot, former: int) -> None:
+        """Send the weights; a server that had others must have changed, by its own account too if that is asked for."""
+        before = await self._server.checksums() if self._checksums else {}
+        await self._transport.send(snapshot)
+        if before and former not in (UNPROVED, snapshot.version) and before == await self._server.checksums():
+            what = f"its checksums under version {snapshot.version} are those of version {former}"
+            raise self._server.error("checksum", what, "restart the server, and check its plugin (docs/vllm.md)")
+
     async def _drain(self) -> None:
-        """Wait for the aborted requests; leave those that the server, stopped, will not end."""
-        requests = [each.request for each in self._generations.values() if each.request is not None]
-        running = [request for request in requests if not request.done()]
-        if running:
-            _, left = await asyncio.wait(running, timeout=DRAIN_S)
-            for request in left:
-                request.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        """Wait for what the aborted requests still hand in; leave those that the server, stopped, will not end."""
+        running = {each.request for each in self._generations.values() if each.request is not None and each.answered}
+        queued = {each.request for each in self._generations.values() if each.request is not None} - running
+        for requests, seconds in ((running, DRAIN_S), (queued, QUEUED_S)):
+            if requests:
+                _, left = await asyncio.wait(requests, timeout=seconds)
+                for request in left:
+                    request.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
 
     async def _prove(self, snapshot: Snapshot, former: int) -> float:
         """Largest gap between the server's and the trainer's log-probs on the probe; raises if it is too large."""

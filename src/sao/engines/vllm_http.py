@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from sao.engines.protocol import EngineError
+from sao.engines.protocol import EngineError, RequestRefusedError
 from sao.engines.vllm_settings import VllmConfig
 
 NOT_UP = "start it (`sao serve-engine`), or correct vllm.servers"
@@ -85,11 +85,15 @@ class VllmHttp:
         self.model = str(models[0].get("id", ""))
         development = (await self._send("GET", "/is_paused", "connect", seconds, NOT_UP)).status_code == 200
         answered: Any = None
+        workers: Any = None
         if development:
             # Collecting what it says of its system takes a server seconds, the first time.
             path = "/server_info?config_format=json"
             answer = await self._send("GET", path, "connect", self._config.probe_timeout_s, NOT_UP)
             answered = answer.json().get("vllm_config") if answer.status_code == 200 else None
+            # Unlike parallel_config.world_size it counts data-parallel workers too.
+            answer = await self._send("GET", "/get_world_size", "connect", seconds, NOT_UP)
+            workers = answer.json().get("world_size") if answer.status_code == 200 else None
         described: dict[str, Any] = answered if isinstance(answered, dict) else {}
         model, parallel = described.get("model_config") or {}, described.get("parallel_config") or {}
         device = described.get("device_config") or {}
@@ -103,7 +107,7 @@ class VllmHttp:
             transport=str((described.get("weight_transfer_config") or {}).get("backend") or ""),
             device=str(device.get("device_type") or device.get("device") or ""),
             chunked_prefill=bool((described.get("scheduler_config") or {}).get("enable_chunked_prefill")),
-            workers=int(parallel.get("world_size") or 1),
+            workers=int(workers or parallel.get("world_size") or 1),
         )
 
     async def healthy(self) -> None:
@@ -115,6 +119,12 @@ class VllmHttp:
         seconds = self._config.connect_timeout_s
         answer = await self._json("GET", "/weight_info", "health", seconds, "restart the server")
         return str(answer.get("weight_version", ""))
+
+    async def checksums(self) -> dict[str, str]:
+        """Of the weights, by name, where the server can tell them; of all there are no more than it has unpacked."""
+        hint = "set vllm.checksums = false: not every version of vLLM has this route"
+        seconds, body = self._config.probe_timeout_s, {"action": "checksum"}
+        return (await self._json("POST", "/weight_checker", "checksum", seconds, hint, body)).get("checksums") or {}
 
     async def pause(self) -> None:
         """End all running requests with "abort" and schedule none until `resume`; caches are forgotten."""
@@ -163,16 +173,25 @@ class VllmHttp:
         return response.status_code == 200
 
     async def complete(self, body: dict[str, Any]) -> AsyncGenerator[Piece]:
-        """Stream a completion; ends after the piece with a finish. Leaving it early aborts the request."""
+        """Stream a completion; ends after the piece with a finish. Leaving it early aborts the request.
+
+        The server may take its time, since a request may queue: how long is the caller's to say. Raises
+        RequestRefusedError for one that it will not take, EngineError for all else.
+        """
         body = {"model": self.model, "stream": True, "logprobs": 0, "return_token_ids": True, **body}
-        timeout = httpx.Timeout(self._config.stall_timeout_s, connect=self._config.connect_timeout_s)
+        timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
         request = self._http.build_request("POST", self.address + "/v1/completions", json=body, timeout=timeout)
         try:
             response = await _sent(lambda: self._http.send(request, stream=True))
             try:
+                if response.status_code == 503:
+                    # A paused server that does not queue requests: it ends them before their first token.
+                    yield Piece((), (), "abort")
+                    return
                 if response.status_code != 200:
                     await response.aread()
-                    raise self._refused("generate", response, "look at the server's log")
+                    refused = self._refused("generate", response, "look at the server's log")
+                    raise RequestRefusedError(str(refused)) if response.status_code in (400, 422) else refused
                 async for line in response.aiter_lines():
                     piece = self._piece(line)
                     if piece is not None:
@@ -183,9 +202,6 @@ class VllmHttp:
                 await response.aclose()
         except EngineError:
             raise
-        except httpx.TimeoutException as error:
-            seconds = f"vllm.stall_timeout_s = {self._config.stall_timeout_s:g} s"
-            raise self.error("generate", f"no token within {seconds}", "restart the server, or raise it") from error
         except (httpx.HTTPError, httpx.StreamError, RuntimeError) as error:
             raise self.error("generate", f"the connection broke ({error!r})", "look at the server's log") from error
         raise self.error("generate", "the stream ended without a finish reason", "look at the server's log")
@@ -243,7 +259,7 @@ class VllmHttp:
 
     def _refused(self, phase: str, response: httpx.Response, hint: str) -> EngineError:
         path, text = response.request.url.path, " ".join(response.text.split())[:500]
-        if response.status_code == 404 and not path.startswith("/v1/"):
+        if response.status_code == 404 and not path.startswith("/v1/") and path != "/weight_checker":
             hint = NO_DEVELOPMENT_MODE
         return self.error(phase, f"{path} answered {response.status_code}: {text}", hint)
 

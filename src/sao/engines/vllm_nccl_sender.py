@@ -5,17 +5,22 @@ answered by {} or {"error"} on standard output. Written by vLLM 0.32's documenta
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # type: ignore[import-not-found]
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource  # type: ignore[import-not-found]
-from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # type: ignore[import-not-found]
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # type: ignore[import-not-found]
+# Standard output belongs to the answers; vLLM logs to it from its import on, so what others print is turned elsewhere.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # type: ignore  # noqa: E402
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource  # type: ignore  # noqa: E402
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # type: ignore  # noqa: E402
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # type: ignore  # noqa: E402
 
 
 class FolderSource(WeightSource):  # type: ignore[misc]
@@ -24,14 +29,17 @@ class FolderSource(WeightSource):  # type: ignore[misc]
     folder = ""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors("cuda:0")
+
+    def _tensors(self, device: str) -> Iterator[tuple[str, torch.Tensor]]:
         for file in sorted(Path(self.folder).glob("*.safetensors")):
-            with safe_open(file, framework="pt", device="cuda:0") as tensors:
+            with safe_open(file, framework="pt", device=device) as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     yield name, tensors.get_tensor(name)
 
     def metadata(self) -> list[Any]:
-        """See WeightSource."""
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self]
+        """See WeightSource. Read on the CPU, so that no second copy lies on the GPU."""
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors("cpu")]
 
 
 class VersionedClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
@@ -62,7 +70,7 @@ def main() -> None:
             answer = {}
         except Exception as error:  # the other side decides what a failed update means
             answer = {"error": repr(error)}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

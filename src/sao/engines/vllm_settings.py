@@ -35,7 +35,11 @@ class VllmConfig:
     probe_timeout_s: float = 120.0
     """Seconds for a server to score the probe; the first request of all warms a server up, which takes long."""
     stall_timeout_s: float = 120.0
-    """Seconds without a token after which a generation's server counts as stalled; waiting in its queue counts too."""
+    """Seconds in which a server gives no token to any of its generations, after which it counts as stalled."""
+    checksums: bool = False
+    """Also compare the server's checksums before and after an update: if none differs, it kept the old weights. For
+    bfloat16, where the probe cannot tell a small update from none. All weights are hashed while nothing is generated,
+    on CPUs those that are not prepacked. Needs /weight_checker (vLLM 0.32 or later)."""
     extra_args: tuple[str, ...] = ()
     """Further arguments for the servers that are started, such as "--gpu-memory-utilization=0.4"."""
 

@@ -73,12 +73,13 @@ class GlooTransport:
             update = self._server.transfer("update_weights", {"update_info": described})
             await _both(update, asyncio.to_thread(_send_all, self._group, snapshot.location))
             await self._server.transfer("finish_weight_update", {"weight_version": str(snapshot.version)})
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             await self.close()
             if isinstance(error, EngineError):
                 raise
             what = f"the broadcast of version {snapshot.version} failed ({error})"
-            hint = "check vllm.transfer_address and that no firewall stands between"
+            where = f"check that vllm.transfer_address {self._address!r} is an address of this machine"
+            hint = where + ", and that no firewall stands between"
             raise self._server.error("update (broadcast)", what, hint) from error
         except BaseException:
             await self.close()

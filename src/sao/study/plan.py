@@ -9,17 +9,14 @@ set = ["clock=virtual"]            for all arms: base < recipe < set < the arm's
 
 import copy
 import difflib
-import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from sao.config import RunConfig, from_tree, read_tree, recipe_tree
-from sao.config_tree import ConfigError, check_tree, merged, readable
+from sao.config import RunConfig, from_tree, recipe_tree
+from sao.config_tree import ConfigError, merged, read_checked, read_tree
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -144,19 +141,9 @@ def require_arm(plan: Plan, name: str, where: str) -> None:
         raise ValueError(f"{where} names the arm {name!r}, which the plan does not have; {hint}")
 
 
-@functools.cache
-def _adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
-
-
 def read_plan(path: Path) -> Plan:
     """Read and check a plan. Raises ConfigError; what is wrong with an arm's settings shows in `arm_configs`."""
-    tree = read_tree(path)
-    check_tree(tree, Plan)
-    try:
-        return _adapter().validate_python(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: " + "\n".join(readable(problem) for problem in error.errors())) from error
+    return read_checked(Plan, path)
 
 
 def arm_configs(plan: Plan, path: Path) -> dict[tuple[str, int], RunConfig]:

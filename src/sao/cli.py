@@ -284,7 +284,9 @@ def serve_engine(
     host: Annotated[str, typer.Option(help="Address to listen at. The routes can do anything: trusted nets only.")] = (
         "127.0.0.1"
     ),
-    place: Annotated[int, typer.Option(help="0, 1, ...: which cores it takes on a CPU, which GPUs where there are.")] = 0,
+    place: Annotated[
+        int, typer.Option(help="0, 1, ...: which cores it takes on a CPU, which GPUs where there are.")
+    ] = 0,
 ) -> None:
     """Serve a model with vLLM, with the flags that training needs, until Ctrl-C."""
     settings = resolve(config, override or ()) if config is not None else from_tree({}, override or ())

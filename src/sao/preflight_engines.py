@@ -228,8 +228,8 @@ def _perturbed(model: PreTrainedModel, store: SnapshotStore, true: Snapshot, *, 
         if np.abs(np.subtract(snapshot.probe_logprobs, true.probe_logprobs)).max() > least:
             return snapshot
     raise ValueError(
-        f"the model's log-probs hardly depend on its weights, so an engine.probe_tolerance of {least / 4:g} nats proves "
-        "nothing; set a smaller one"
+        f"the model's log-probs hardly depend on its weights, so an engine.probe_tolerance of {least / 4:g} nats "
+        "proves nothing; set a smaller one"
     )
 
 

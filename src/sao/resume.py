@@ -33,6 +33,7 @@ async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, cl
     # Checksums and syncing of a large model take seconds, which the loop must not.
     await clock.external(finish, cost=0.0)
 
+
 def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) -> Start:
     """Where the loop goes on after `checkpoint`: nothing finished is lost, nothing consumed comes again."""
     manifest = checkpoint.manifest

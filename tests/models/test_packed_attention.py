@@ -95,7 +95,9 @@ def test_a_gpu_gives_what_a_cpu_gives(dtype: torch.dtype):
     with torch.no_grad():
         expected = hidden_states(model.base_model, tokens, positions)
         model.to("cuda", dtype)
-        hidden_states(model.base_model, tokens[:, :9].cuda(), positions[:, 995:1004].cuda())  # cuBLAS takes its workspace
+        hidden_states(
+            model.base_model, tokens[:, :9].cuda(), positions[:, 995:1004].cuda()
+        )  # cuBLAS takes its workspace
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         found = hidden_states(model.base_model, tokens.cuda(), positions.cuda()).float().cpu()

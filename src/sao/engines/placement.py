@@ -24,9 +24,7 @@ def visible_gpus(count: int) -> tuple[str, ...]:
     return tuple(named or map(str, range(count)))[:count]
 
 
-def share_gpus(
-    gpus: Sequence[str], *, servers: int, trainer: int, extra_args: Sequence[str]
-) -> list[tuple[str, ...]]:
+def share_gpus(gpus: Sequence[str], *, servers: int, trainer: int, extra_args: Sequence[str]) -> list[tuple[str, ...]]:
     """The GPUs of each of `servers`, none of which share one.
 
     They follow the first `trainer` of `gpus`, which are the trainer's; where too few are left, the servers take the
@@ -47,7 +45,7 @@ def share_gpus(
     first = min(trainer, len(gpus) - servers * span)
     if first < trainer and not any(argument.startswith(_SHARE) for argument in extra_args):
         raise ValueError(
-            f"the trainer and a vLLM server share GPU {gpus[first]}, of which the server would take nine tenths: say in "
-            f'vllm.extra_args what it may take, such as "{_SHARE}=0.3" (docs/one_gpu.md has the arithmetic)'
+            f"the trainer and a vLLM server share GPU {gpus[first]}, of which the server would take nine tenths: say "
+            f'in vllm.extra_args what it may take, such as "{_SHARE}=0.3" (docs/one_gpu.md has the arithmetic)'
         )
     return [tuple(gpus[first + index * span :][:span]) for index in range(servers)]

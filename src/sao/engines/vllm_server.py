@@ -201,9 +201,7 @@ class VllmServer:
         folder = Path(tempfile.mkdtemp(prefix="sao-vllm-"))
         cpu = "cpu" in version
         arguments = server_arguments(model, port=port, host=host, engine=engine, config=config, cpu=cpu)
-        environment = server_environment(
-            write_plugin(folder), command, engine=engine, cpu=cpu, index=index, gpus=gpus
-        )
+        environment = server_environment(write_plugin(folder), command, engine=engine, cpu=cpu, index=index, gpus=gpus)
         process = _launch([command, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *arguments], environment, folder)
         server = cls(process, folder, f"http://{host}:{port}")
         try:

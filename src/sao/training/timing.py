@@ -34,8 +34,7 @@ class StepTimer:
 
 
 def process_metrics() -> dict[str, Metric]:
-    """Core-seconds of this process since it started, and its peak memory in megabytes: host's, and GPU's if it uses one.
-    """
+    """Core-seconds of this process since it started, and its peak memory in megabytes, on the host and on its GPU."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = {"cpu/trainer": last(time.process_time()), "memory/trainer_mb": last(peak_bytes(peak) / MEGABYTE)}
     if torch.cuda.is_initialized():

@@ -35,9 +35,7 @@ def probe_tokens(vocab_size: int, *, length: int = PROBE_TOKENS) -> tuple[int, .
 class SnapshotStore:
     """Writes snapshots below one folder. Who may still need one knows when it may go: see `prune_snapshots`."""
 
-    def __init__(
-        self, folder: str | Path, ranks: OneRank = ONE_RANK, *, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, folder: str | Path, ranks: OneRank = ONE_RANK, *, dtype: torch.dtype = torch.float32) -> None:
         """`ranks` must be those that the actor is sharded over; all of them write together, by rank 0's hand.
 
         Weights wider than `dtype`, that of the engines, are rounded to it, as engines would do.

@@ -15,7 +15,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 STAGES = (
     "types", "clock", "store", "algorithm", "observe", "envs", "models", "engines", "rollout", "pipeline", "training",
     "evaluate", "cluster", "loop", "intake", "orchestrator", "interruptions", "config_tree", "recipes", "config",
-    "resume", "build", "evaluator", "stages", "single", "preflight", "progress", "study", "simulate", "cli", "entry",
+    "resume", "build", "evaluator", "stages", "single", "preflight_engines", "preflight", "progress", "study",
+    "simulate", "cli", "entry",
 )  # fmt: skip
 MAX_FILE, MAX_FUNCTION = 400, 60
 

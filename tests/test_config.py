@@ -195,6 +195,15 @@ def test_overrides(tmp_path: Path) -> None:
             resolve(path, [bad])
 
 
+@pytest.mark.parametrize("sharded", ["trainer.ranks=2", "trainer.compute_dtype=bfloat16"])
+def test_sums_of_gradients_in_bfloat16_are_refused(sharded: str) -> None:
+    """Catches shards in bfloat16, to which FSDP2 adds each micro-batch's gradient in that type."""
+    with pytest.raises(ConfigError, match=r"add up the gradients.*set model\.dtype = \"float32\""):
+        from_tree({}, [sharded, "model.dtype=bfloat16"])
+    from_tree({}, [sharded])
+    from_tree({}, ["model.dtype=bfloat16"])
+
+
 def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
     """Catches a saved configuration that does not describe the run: None, lists of sections, strings with quotes."""
     config = from_tree(

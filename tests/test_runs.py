@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import Silent, run_small, small_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sao.envs.toy
 from sao.build import make_engine, make_trainer, make_worker, prepare_model, prepare_tokenizer
@@ -68,6 +69,24 @@ async def plain_synchronous_loop(config: RunConfig, folder: Path) -> None:
     (folder / "end").mkdir()
     await trainer.save(str(folder / "end"))
     await engine.stop()
+
+
+def test_the_trained_model_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    """Catches a model that is handed over without the tokenizer and the template it was trained with."""
+    run_small(tmp_path / "run", small_config("loop.steps=1"))
+    checkpoint = RunFolder.open(tmp_path / "run").latest_checkpoint()
+    assert checkpoint is not None
+    folder = checkpoint.path / "trainer" / "actor"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, own = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer"),
+    )
+    said = [{"role": "user", "content": "1 2"}]
+    tokens = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    assert tokens == own.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(tokens, return_tensors="pt").input_ids
+    assert model(ids).logits.shape == (1, ids.shape[1], model.config.vocab_size)
 
 
 def test_zero_batches_ahead_equals_the_plain_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:

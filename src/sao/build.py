@@ -20,6 +20,7 @@ from sao.cluster.trainer import RayTrainer
 from sao.cluster.workers import RayWorkers
 from sao.config import RunConfig
 from sao.engines.local import LocalEngine
+from sao.engines.placement import share_gpus, visible_gpus
 from sao.engines.pool import EnginePool
 from sao.engines.process import ProcessEngine
 from sao.engines.protocol import Engine
@@ -27,7 +28,15 @@ from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import VllmServer
 from sao.envs.select import World, make_world, source_words
 from sao.envs.tokenizer import save_tokenizer
-from sao.models.load import load_causal_lm, load_folder, load_folder_empty, load_tokenizer, save_model
+from sao.models.load import (
+    DTYPES,
+    find_device,
+    load_causal_lm,
+    load_folder,
+    load_folder_empty,
+    load_tokenizer,
+    save_model,
+)
 from sao.observe.sinks import MetricsSink, TensorBoardSink, WandbSink
 from sao.rollout.parts import worker_parts
 from sao.rollout.pool import WorkerPool
@@ -100,7 +109,7 @@ def make_core(
         seed=config.seed,
         ranks=ranks,
     )
-    return core, SnapshotStore(snapshots, ranks)
+    return core, SnapshotStore(snapshots, ranks, dtype=DTYPES[config.engine.dtype])
 
 
 def make_trainer(
@@ -155,8 +164,16 @@ async def _vllm_replica(config: RunConfig, servers: tuple[str, ...], place: int,
         return await VllmEngine.connect(servers[place], snapshot, config.engine, config.vllm)
     if config.cluster.address:
         return await vllm_replica(config.cluster, config.engine, config.vllm, place, snapshot)
-    process = await VllmServer.start(snapshot.location, config.engine, config.vllm, index=place)
+    gpus = server_gpus(config)[place]
+    process = await VllmServer.start(snapshot.location, config.engine, config.vllm, index=place, gpus=gpus)
     return await VllmEngine.connect(process.address, snapshot, config.engine, config.vllm, process=process)
+
+
+def server_gpus(config: RunConfig) -> list[tuple[str, ...]]:
+    """GPUs of this machine for each vLLM server that the run starts. Raises ValueError as `share_gpus`."""
+    training = config.trainer.ranks if find_device(config.model.device).type == "cuda" else 0
+    gpus = visible_gpus(torch.cuda.device_count())
+    return share_gpus(gpus, servers=config.engine.replicas, trainer=training, extra_args=config.vllm.extra_args)
 
 
 async def make_worker(

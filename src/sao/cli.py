@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +30,7 @@ from rich.table import Table
 from sao.build import describe_machine, make_renderer, prepare_tokenizer
 from sao.clock import WaitTimeoutError
 from sao.config import RunConfig, describe, from_tree, resolve, to_markdown, to_toml
+from sao.engines.placement import share_gpus, visible_gpus
 from sao.engines.protocol import EngineError
 from sao.engines.vllm_server import VllmServer
 from sao.envs.protocol import WorldError
@@ -204,6 +206,7 @@ def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpo
         console.print(f"stopped after {last}; {go_on}")
         return
     console.print(f"report: {write_report(folder.path)}")
+    console.print(f"model: {folder.checkpoint_paths()[-1] / 'trainer' / 'actor'}")
     if outcome.reason == "stopped":
         console.print(f"stopped at step {outcome.steps}; {go_on}")
         raise typer.Exit(130)
@@ -281,14 +284,19 @@ def serve_engine(
     host: Annotated[str, typer.Option(help="Address to listen at. The routes can do anything: trusted nets only.")] = (
         "127.0.0.1"
     ),
-    place: Annotated[int, typer.Option(help="0, 1, ...: which cores it takes, on a CPU.")] = 0,
+    place: Annotated[
+        int, typer.Option(help="0, 1, ...: which cores it takes on a CPU, which GPUs where there are.")
+    ] = 0,
 ) -> None:
     """Serve a model with vLLM, with the flags that training needs, until Ctrl-C."""
     settings = resolve(config, override or ()) if config is not None else from_tree({}, override or ())
 
+    visible, extra_args = visible_gpus(torch.cuda.device_count()), settings.vllm.extra_args
+    gpus = share_gpus(visible, servers=place + 1, trainer=0, extra_args=extra_args)[place]
+
     async def serve() -> None:
         server = await VllmServer.start(
-            str(model.absolute()), settings.engine, settings.vllm, index=place, host=host, port=port
+            str(model.absolute()), settings.engine, settings.vllm, index=place, host=host, port=port, gpus=gpus
         )
         try:
             typer.echo(f"serving at {server.address}; end with Ctrl-C")

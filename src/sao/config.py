@@ -196,6 +196,13 @@ class RunConfig:
         if self.clock == "virtual" and self.environment.judge.kind == "model":
             raise ValueError('a model that judges answers is outside of virtual time; set clock = "real", or rules')
         self.trainer.require_clock(self.clock)
+        if self.trainer.sharded and self.model.dtype != "float32":
+            raise ValueError(
+                f'model.dtype is "{self.model.dtype}" with trainer.ranks = {self.trainer.ranks} and '
+                f'trainer.compute_dtype = "{self.trainer.compute_dtype}": FSDP2 would add up the gradients of '
+                'micro-batches in that type, and save nothing; set model.dtype = "float32" and '
+                'trainer.compute_dtype = "bfloat16"'
+            )
         if self.clock == "virtual" and (self.engine.kind != "local" or self.engine.replicas > 1):
             raise ValueError('in virtual time only one local engine runs: set clock = "real", or engine.replicas to 1')
         if self.clock == "virtual" and self.cluster.address:

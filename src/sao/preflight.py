@@ -1,39 +1,43 @@
 """Everything that can be known before a run starts, checked by doing it small."""
 
-import asyncio
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from sao.build import cluster_rooms, make_renderer, prepare_model, prepare_tokenizer
+from sao.build import cluster_rooms, make_renderer, prepare_tokenizer
 from sao.clock import VirtualClock, run_virtual
 from sao.cluster.actors import load_ray
 from sao.cluster.connect import check_nodes, cluster
 from sao.config import RunConfig
 from sao.engines.protocol import EngineError
-from sao.engines.vllm import VllmEngine
-from sao.engines.vllm_server import vllm_version
 from sao.envs.protocol import WorldError
 from sao.envs.sandbox import sandbox_problem
 from sao.envs.select import make_expert, make_source, make_world, trained_on
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
-from sao.models.load import build_config, check_head_config, find_device, load_folder
+from sao.models.load import build_config, check_head_config, find_device
+from sao.preflight_engines import (
+    WIDTHS,
+    Finding,
+    ModelSize,
+    check_limits,
+    check_memory,
+    check_servers,
+    check_types,
+)
 from sao.rollout.renderer import ChatRenderer
 from sao.store.frames import segments
 from sao.training.critic import Critic
 from sao.training.ulysses import check_heads
-from sao.training.weights import SnapshotStore
-from sao.types import Message, Snapshot, Task
+from sao.types import Message, Task
 
 LOOKED_AT = 20
 """Tasks whose prompts are measured."""
@@ -44,16 +48,6 @@ LOG_BYTES = 500_000_000
 """For a log of a few million tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was looked at."""
-
-    good: bool
-    """False stops the run before it starts."""
-    text: str
-    """A sentence: what was found, or what is wrong and what to do."""
-
-
 def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
     """Findings in order; a check that depends on a failed one is left out. `folder`: where the run will be written."""
     findings: list[Finding] = []
@@ -62,9 +56,11 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
         findings += tokenizer
         if _good(tokenizer):
             findings += _run(_model, config, Path(scratch))
+            if _good(findings) and not config.cluster.address and not config.model.gguf_file:
+                findings += _run(_memory, config, Path(scratch))
         findings += tasks
         findings += _run(_ranks, config, Path(scratch))
-        for check in (_evaluation, _stages, _tool, _batches, _lengths, _sinks):
+        for check in (_types, _evaluation, _stages, _tool, _batches, _lengths, _sinks):
             needed = [*(tasks if check in (_batches, _lengths) else ()), *(tokenizer if check is _lengths else ())]
             if _good(needed):
                 findings += _run(check, config, Path(scratch))
@@ -72,7 +68,7 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
         if config.cluster.address:
             findings += _run(partial(_cluster, folder=folder), config, Path(scratch))
         if config.engine.kind == "vllm" and _good(findings):
-            findings += _run(partial(_vllm, folder=folder), config, Path(scratch))
+            findings += _run(partial(check_servers, folder=_existing(folder)), config, Path(scratch))
     return list(dict.fromkeys(findings))  # Several checks may meet the same obstacle.
 
 
@@ -125,10 +121,36 @@ def _model(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         good=positions >= config.engine.max_context,
         text=f"positions: the model knows {positions}, engine.max_context is {config.engine.max_context}",
     )
-    if config.algorithm.advantage != "given" and config.trainer.freeze == "attention":
+    size = _size(config, scratch)
+    if size.frozen:
+        share = f"{size.frozen / size.critic:.0%} of its parameters"
+        yield Finding(good=True, text=f"critic: {config.trainer.freeze} is frozen, {share}")
+
+
+def _memory(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    yield from check_memory(config, _size(config, scratch))
+
+
+def _types(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    yield from check_types(config)
+    yield from check_limits(config)
+
+
+def _size(config: RunConfig, scratch: Path) -> ModelSize:
+    backbone = _backbone(config, scratch)
+    text, body = backbone.config.get_text_config(), _parameters(backbone)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    critic = None
+    if config.algorithm.advantage != "given":
         with torch.device("meta"):
-            critic = Critic(backbone)
-        yield Finding(good=True, text=f"critic: attention is frozen, {critic.frozen_share:.0%} of its parameters")
+            critic = Critic(backbone, freeze=config.trainer.freeze)
+    return ModelSize(
+        actor=body + (0 if backbone.config.tie_word_embeddings else text.vocab_size * text.hidden_size),
+        critic=critic.num_parameters if critic else 0,
+        frozen=round(critic.frozen_share * critic.num_parameters) if critic else 0,
+        cache=2 * text.num_hidden_layers * heads * width,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -301,34 +323,6 @@ def _opening(config: RunConfig, task: Task) -> tuple[Message, ...]:
     return run_virtual(opening())
 
 
-def _vllm(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
-    """The Python that starts servers; or a weight update and a generation on those that run, from the run's disk."""
-    servers = (*config.vllm.servers, *config.vllm.evaluation_servers)
-    if not config.vllm.servers and not config.cluster.address:
-        command = config.vllm.command or sys.executable
-        yield Finding(good=True, text=f"engine: {config.engine.replicas} servers of vLLM {vllm_version(command)}")
-    if not servers:
-        return
-    model = load_folder(prepare_model(config, prepare_tokenizer(config, scratch / "tokenizer"), scratch / "start"))
-    with tempfile.TemporaryDirectory(prefix=".sao-check-", dir=_existing(folder)) as shared:
-        snapshot = SnapshotStore(shared).write(model, version=0, parent=None)
-        for address in servers:
-            yield asyncio.run(_try_server(config, address, snapshot))
-
-
-async def _try_server(config: RunConfig, address: str, snapshot: Snapshot) -> Finding:
-    try:
-        engine = await VllmEngine.connect(address, snapshot, config.engine, config.vllm)
-    except EngineError as error:
-        return Finding(good=False, text=str(error))
-    try:
-        health = await engine.health()
-    finally:
-        await engine.stop()
-    seconds, gap = health.update_seconds, health.probe_gap
-    return Finding(good=True, text=f"engine: {address} took weights in {seconds:.1f} s, probe gap {gap:.1e} nats")
-
-
 def _existing(folder: Path) -> Path:
     place = folder.absolute()
     while not place.exists():
@@ -336,13 +330,13 @@ def _existing(folder: Path) -> Path:
     return place
 
 
-def run_folder_bytes(parameters: int, *, sharded: bool) -> int:
-    """Bytes of a run folder at its largest, for a model of so many float32 parameters.
+def run_folder_bytes(parameters: int, *, sharded: bool, snapshot_width: int = 4) -> int:
+    """Bytes of a run folder at its largest, for a model of so many float32 parameters; snapshots may be narrower.
 
     A checkpoint holds actor and critic, each with AdamW's two moments; a sharded trainer's the actor once more, plain.
     """
     checkpoint = 4 * parameters * (6 + (1 if sharded else 0))
-    return CHECKPOINTS * checkpoint + SNAPSHOTS * 4 * parameters + LOG_BYTES
+    return CHECKPOINTS * checkpoint + SNAPSHOTS * snapshot_width * parameters + LOG_BYTES
 
 
 def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
@@ -353,7 +347,8 @@ def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
         parameters = 2 * weights
     else:
         parameters = _parameters(_backbone(config, scratch))
-    needed = run_folder_bytes(parameters, sharded=config.trainer.sharded)
+    width = WIDTHS[config.engine.dtype]
+    needed = run_folder_bytes(parameters, sharded=config.trainer.sharded, snapshot_width=width)
     text = f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints, snapshots and the log need about"
     yield Finding(good=free > needed, text=f"{text} {needed / 1e9:.1f}")
 

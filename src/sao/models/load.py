@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +69,9 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Whether a built model's head is its embedding: for small vocabularies this learns faster."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights. float32 makes engine and trainer agree to 1e-4; bfloat16 halves memory."""
+    """Type of the trainer's weights, activations and sums of gradients. float32 makes engine and trainer agree to 1e-4;
+    bfloat16 halves activations alone, since its optimiser keeps float32 copies. trainer.compute_dtype = "bfloat16" does
+    that with exact sums."""
     device: Device = "auto"
     """Where trainer and fine-tuning compute: auto takes the GPU where torch finds one (CUDA or ROCm). Tests run on CPUs
     only; the GPU path is untested. The engine has its own `engine.device`."""
@@ -187,6 +190,17 @@ def load_tokenizer(path: str | Path, *, gguf_file: str = "") -> PreTrainedTokeni
             " chat_template into its tokenizer_config.json"
         )
     return tokenizer
+
+
+def add_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """Save the tokenizer into a model's folder, which `transformers` and vLLM then load by itself."""
+    with full_disk_named(folder, 0):
+        _tokenizer(str(tokenizer)).save_pretrained(str(folder))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(name)
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -157,7 +157,11 @@ def _cost(run: RunData) -> list[tuple[str, str]]:
     if len(critic) and len(step):
         share = (critic.sum() + values.sum()) / step.sum() if step.sum() else 0.0
         rows.append(("critic's share of the step time", f"{share:.0%}"))
-    for label, key in (("critic's memory", "memory/critic_mb"), ("trainer's peak memory", "memory/trainer_mb")):
+    for label, key in (
+        ("critic's memory", "memory/critic_mb"),
+        ("trainer's peak memory", "memory/trainer_mb"),
+        ("trainer's peak memory on its GPU", "memory/trainer_gpu_mb"),
+    ):
         _, memory = run.series(key)
         if len(memory):
             rows.append((label, f"{_number(float(memory.max()), 1)} MB"))

@@ -1,4 +1,4 @@
-"""The value network: the actor's backbone with a scalar head, its attention frozen.
+"""The value network: the actor's backbone with a scalar head, its attention (or all of the backbone) frozen.
 
 T tokens of a micro-batch, N scored tokens.
 """
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from sao.models.packed_attention import use_packed_attention
 from sao.models.scoring import hidden_states
 
-Freeze = Literal["attention", "none"]
+Freeze = Literal["attention", "backbone", "none"]
 
 ATTENTION_NAMES = ("attn", "attention")
 """A module with one of these in its own name is attention (`self_attn`, `linear_attn`), unless it is a norm."""
@@ -64,13 +64,14 @@ class Critic(nn.Module):
         return cls(copy.deepcopy(backbone), freeze=freeze)
 
     def set_freeze(self, freeze: Freeze) -> None:
-        """Train all parameters but the attention modules', or all.
+        """Train all parameters but the attention modules', the head alone, or all.
 
         Raises ValueError if a layer has no attention module to freeze; the message says what was looked for.
         """
         self.freeze: Freeze = freeze
         self.requires_grad_(True)
-        if freeze == "none":
+        if freeze != "attention":
+            self.backbone.requires_grad_(freeze == "none")
             return
         found = attention_modules(self.backbone)
         without = [

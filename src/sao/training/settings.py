@@ -38,7 +38,8 @@ class TrainerConfig:
     critic_only_steps: int = 0
     """First steps in which the critic alone is updated: the other reading of the paper's warm-up."""
     freeze: Freeze = "attention"
-    """What of the critic does not train: its attention modules (paper section 3.3), or none."""
+    """What of the critic does not train: its attention modules (paper section 3.3), its whole backbone, or none.
+    backbone leaves a linear function of the starting policy's hidden states: 4 bytes a parameter instead of 16."""
     micro_batch_tokens: int = 4096
     """Tokens packed into one forward pass. Bounds memory; changes no result but for rounding."""
     logprob_chunk_tokens: int = 1024
@@ -54,8 +55,8 @@ class TrainerConfig:
     """Ranks that share each micro-batch along its tokens (Ulysses), for trajectories whose activations exceed one GPU.
     Divides `ranks` and the model's key and value heads."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations in passes. bfloat16 keeps the weights as they are (float32 with the default of
-    model.dtype), computes in half the memory and sums gradients in float32; needs the real clock."""
+    """Type of weights and activations in passes. bfloat16 keeps weights in float32, computes in half the memory and
+    sums gradients in float32; needs the real clock, and model.dtype = "float32"."""
     threads: int = 1
     """Threads of torch in the trainer's process, or in each rank's. A fixed number keeps results the same from run to
     run."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+import torch
+
 from sao.observe.metrics import Metric, last
 
 MEGABYTE = 1e6
@@ -32,9 +34,12 @@ class StepTimer:
 
 
 def process_metrics() -> dict[str, Metric]:
-    """Core-seconds of this process since it started, and its peak memory in megabytes."""
+    """Core-seconds of this process since it started, and its peak memory in megabytes, on the host and on its GPU."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"cpu/trainer": last(time.process_time()), "memory/trainer_mb": last(peak_bytes(peak) / MEGABYTE)}
+    found = {"cpu/trainer": last(time.process_time()), "memory/trainer_mb": last(peak_bytes(peak) / MEGABYTE)}
+    if torch.cuda.is_initialized():
+        found["memory/trainer_gpu_mb"] = last(torch.cuda.max_memory_allocated() / MEGABYTE)
+    return found
 
 
 def peak_bytes(ru_maxrss: int, platform: str = sys.platform) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sao.models.load import save_model
+from sao.models.load import named_weights, save_model
 from sao.pipeline.packing import pack
 from sao.store.snapshots import folder_checksum
 from sao.training.parallel import ONE_RANK, OneRank
@@ -35,9 +35,12 @@ def probe_tokens(vocab_size: int, *, length: int = PROBE_TOKENS) -> tuple[int, .
 class SnapshotStore:
     """Writes snapshots below one folder. Who may still need one knows when it may go: see `prune_snapshots`."""
 
-    def __init__(self, folder: str | Path, ranks: OneRank = ONE_RANK) -> None:
-        """`ranks` must be those that the actor is sharded over; all of them write together, by rank 0's hand."""
-        self._folder, self._ranks = Path(folder).absolute(), ranks
+    def __init__(self, folder: str | Path, ranks: OneRank = ONE_RANK, *, dtype: torch.dtype = torch.float32) -> None:
+        """`ranks` must be those that the actor is sharded over; all of them write together, by rank 0's hand.
+
+        Weights wider than `dtype`, that of the engines, are rounded to it, as engines would do.
+        """
+        self._folder, self._ranks, self._dtype = Path(folder).absolute(), ranks, dtype
 
     def write(self, actor: PreTrainedModel, *, version: int, parent: int | None) -> Snapshot:
         """Write the actor's weights as `version`, with the probe's log-probs under them.
@@ -46,6 +49,9 @@ class SnapshotStore:
         """
         ranks = self._ranks
         weights = ranks.whole_weights(actor)
+        if self._dtype.itemsize < actor.dtype.itemsize and ranks.rank == 0:
+            held = named_weights(actor) if weights is None else weights.items()
+            weights = {name: weight.to("cpu", self._dtype) for name, weight in held}
         partial = ranks.on_first(lambda: self._write_partial(actor, weights, version))
         probe = probe_tokens(actor.config.get_text_config().vocab_size)
         logprobs = self._score(actor, probe)

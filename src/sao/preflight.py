@@ -304,11 +304,10 @@ def _opening(config: RunConfig, task: Task) -> tuple[Message, ...]:
 def _judge(config: RunConfig, scratch: Path) -> Iterator[Finding]:
     """A model that judges, by one judgement."""
     if config.environment.name == "styles" and config.environment.judge.kind == "model":
-        seconds = asyncio.run(_try_judge(config))
-        yield Finding(good=True, text=f"judge: {config.environment.judge.model} marked an answer in {seconds:.1f} s")
+        yield asyncio.run(_try_judge(config))
 
 
-async def _try_judge(config: RunConfig) -> float:
+async def _try_judge(config: RunConfig) -> Finding:
     clock = RealClock()
     task = make_source(config.tasks, "train", seed=config.seed).at(0)
     assert task is not None, "styles are endless"
@@ -316,9 +315,12 @@ async def _try_judge(config: RunConfig) -> float:
     began = clock.now()
     try:
         await world.judge.judge(task, task.answer)
+    except WorldError as error:
+        return Finding(good=False, text=str(error))
     finally:
         await world.stop()
-    return clock.now() - began
+    seconds = clock.now() - began
+    return Finding(good=True, text=f"judge: {config.environment.judge.model} marked an answer in {seconds:.1f} s")
 
 
 def _vllm(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:

@@ -269,7 +269,7 @@ def test_an_episode_without_marks_is_not_trained_on() -> None:
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"environment": {"judge": {"kind": "model"}}}, r"environment\.judge\.base_url is ''"),
+        ({"environment": {"judge": {"kind": "model"}}}, r"environment\.judge\.base_url is empty"),
         (
             {"environment": {"judge": {"kind": "model", "base_url": "http://x/v1"}}},
             r"environment\.judge\.model is empty",

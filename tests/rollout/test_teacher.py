@@ -103,7 +103,10 @@ def test_replies_are_cut_behind_the_first_call_and_tool_output_goes_as_the_user(
 )
 def test_a_bad_key_or_model_stops_at_once(tmp_path: Path, status: int, says: str) -> None:
     """Bug: a typing error is retried for minutes, or shows as an empty file."""
-    with chat_server(lambda *_: refusal(status, {"error": "nope"})) as (url, seen), pytest.raises(TeacherError, match=says):
+    with (
+        chat_server(lambda *_: refusal(status, {"error": "nope"})) as (url, seen),
+        pytest.raises(TeacherError, match=says),
+    ):
         collect(url, tmp_path / "t.jsonl", games(3), concurrency=1, api_key_variable="MY_KEY")
     assert len(seen) == 1
 

@@ -49,7 +49,7 @@ class JudgeConfig(EndpointConfig):
 
     def __post_init__(self) -> None:
         if self.kind == "model" and not self.base_url:
-            raise ValueError(f"{self.section}.base_url is empty; a judge of kind \"model\" needs its address")
+            raise ValueError(f'{self.section}.base_url is empty; a judge of kind "model" needs its address')
         super().__post_init__()
 
 

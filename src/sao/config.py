@@ -26,7 +26,7 @@ from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
 from sao.engines.vllm_settings import VllmConfig
 from sao.envs.demonstrations import FLAWLESS, NoiseConfig
-from sao.envs.select import ENVIRONMENTS, OWN_TASKS, EnvironmentConfig, TasksConfig
+from sao.envs.select import ENVIRONMENTS, EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
@@ -210,11 +210,10 @@ class RunConfig:
         """Tasks that the environment does not know, and a judge that is given up before it has answered."""
         environment, judge = self.environment.name, self.environment.judge
         for source in (self.tasks.source, *(tasks.source for tasks in self.evaluation_tasks)):
-            if environment in ENVIRONMENTS and source != environment and {source, environment} & set(OWN_TASKS):
+            if environment in ENVIRONMENTS and (source == "styles") != (environment == "styles"):
                 raise ValueError(
-                    f'tasks.source = "{source}" and environment.name = "{environment}" do not go together: the tasks '
-                    f"of {' and of '.join(OWN_TASKS)} and the environment of that name need each other, in "
-                    "evaluation_tasks too"
+                    f'tasks.source = "{source}" and environment.name = "{environment}" do not go together: the source '
+                    '"styles" and the environment "styles" need each other, in evaluation_tasks too'
                 )
         longest_s, room_s = judge.longest_s, self.rollout.step_timeout_s
         if environment == "styles" and judge.kind == "model" and longest_s >= room_s:

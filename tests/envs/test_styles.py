@@ -209,7 +209,7 @@ def test_settings_that_make_no_schedule(settings: dict[str, Any], says: str) -> 
     [
         (["tasks.source=styles"], 'tasks.source = "styles" and environment.name = "math_python" do not go together'),
         (["environment.name=styles"], 'tasks.source = "chain" and environment.name = "styles" do not go together'),
-        (["tasks.source=guess"], 'tasks.source = "guess" and environment.name = "math_python" do not go together'),
+        (["tasks.source=guess", "environment.name=styles"], 'tasks.source = "guess" and environment.name = "styles"'),
         (["tasks.source=styles", "environment.name=styles", "evaluation_tasks=[{}]"], 'tasks.source = "chain"'),
         (["tasks.source=styles", "environment.name=my:World"], ""),
         (["tasks.source=styles", "environment.name=styles", "evaluation_tasks=[{source='styles'}]"], ""),

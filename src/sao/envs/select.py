@@ -32,9 +32,6 @@ Use = Literal["train", "sft", "evaluation"]
 ENVIRONMENTS = ("math_python", "guess", "styles")
 """Environments of this package, by name."""
 
-OWN_TASKS = ("guess", "styles")
-"""Environments with tasks of their own, under the same name, which no other environment of this package knows."""
-
 ENDLESS = ("chain", "guess", "styles")
 """Sources that are generated, without end."""
 

@@ -29,7 +29,7 @@ MAY_BE_ZERO = (
     # Errors of the scripted expert.
     "wrong_operand", "wrong_operator", "skip_step", "give_up", "early_answer", "wrong_answer",
     # A seed, the end of a band, or of a recursion.
-    "seed", "ratio_low", "lam", "gamma", "lambda_critic", "spo_rho_min", "teacher.temperature",
+    "seed", "ratio_low", "lam", "gamma", "lambda_critic", "spo_rho_min", "teacher.temperature", "judge.temperature",
     # What the virtual clock charges.
     "step_seconds", "token_seconds", "load_seconds", "publish_seconds", "update_seconds",
 )  # fmt: skip

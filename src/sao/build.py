@@ -189,9 +189,10 @@ async def make_worker(
 
     `on_restart` is told why a process is replaced.
     """
+    environment = config.environment if purpose == "training" else config.environment.for_evaluation()
     if isinstance(engine, (ProcessEngine, EnginePool)) and config.worker_processes:
         arguments = (
-            config.environment,
+            environment,
             config.tasks,
             config.tokenizer.tool_role,
             tokenizer,
@@ -212,7 +213,7 @@ async def make_worker(
         )
         await workers.start()
         return workers, None
-    world = make_world(config.environment, config.tasks, clock, seed=config.seed)
+    world = make_world(environment, config.tasks, clock, seed=config.seed)
     renderer = make_renderer(config, tokenizer)
     return LocalWorker(world.make_environment, engine, renderer, clock, config.rollout, purpose=purpose), world
 

@@ -23,7 +23,7 @@ from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
 from sao.engines.vllm_settings import VllmConfig
 from sao.envs.demonstrations import FLAWLESS, NoiseConfig
-from sao.envs.select import EnvironmentConfig, TasksConfig
+from sao.envs.select import ENVIRONMENTS, EnvironmentConfig, TasksConfig
 from sao.evaluate import EvaluationConfig
 from sao.loop import LoopConfig
 from sao.models.load import ModelConfig
@@ -207,7 +207,25 @@ class RunConfig:
             raise ValueError('in virtual time only one local engine runs: set clock = "real", or engine.replicas to 1')
         if self.clock == "virtual" and self.cluster.address:
             raise ValueError('in virtual time all runs in one process; set clock = "real", or cluster.address to ""')
+        self._check_world()
         self.rollout.require_neutral()
+
+    def _check_world(self) -> None:
+        """Tasks that the environment does not know, and a judge that is given up before it has answered."""
+        environment, judge = self.environment.name, self.environment.judge
+        for source in (self.tasks.source, *(tasks.source for tasks in self.evaluation_tasks)):
+            if environment in ENVIRONMENTS and (source == "styles") != (environment == "styles"):
+                raise ValueError(
+                    f'tasks.source = "{source}" and environment.name = "{environment}" do not go together: the source '
+                    '"styles" and the environment "styles" need each other, in evaluation_tasks too'
+                )
+        longest_s, room_s = judge.longest_s, self.rollout.step_timeout_s
+        if environment == "styles" and judge.kind == "model" and longest_s >= room_s:
+            raise ValueError(
+                f"a judgement may take {longest_s:g} s (environment.judge.max_retries + 1 times "
+                f"environment.judge.timeout_s, and up to 60 s before each repeat), and rollout.step_timeout_s is "
+                f"{room_s:g}: lower the first two, or raise that one"
+            )
 
 
 def resolve(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

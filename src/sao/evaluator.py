@@ -82,7 +82,7 @@ class Evaluator:
         if engine is not None:
             await engine.stop()
         if world is not None:
-            world.stop()
+            await world.stop()
 
     async def _supervise(self) -> None:
         """Takes nothing; raises when the engine is gone or silent. Idle in virtual time."""

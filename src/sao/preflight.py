@@ -1,5 +1,6 @@
 """Everything that can be known before a run starts, checked by doing it small."""
 
+import asyncio
 import importlib.util
 import os
 import shutil
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from sao.build import cluster_rooms, make_renderer, prepare_tokenizer
-from sao.clock import VirtualClock, run_virtual
+from sao.clock import RealClock, VirtualClock, run_virtual
 from sao.cluster.actors import load_ray
 from sao.cluster.connect import check_nodes, cluster
 from sao.config import RunConfig
@@ -60,7 +61,7 @@ def preflight(config: RunConfig, folder: Path = Path()) -> list[Finding]:
                 findings += _run(_memory, config, Path(scratch))
         findings += tasks
         findings += _run(_ranks, config, Path(scratch))
-        for check in (_types, _evaluation, _stages, _tool, _batches, _lengths, _sinks):
+        for check in (_types, _evaluation, _stages, _tool, _judge, _batches, _lengths, _sinks):
             needed = [*(tasks if check in (_batches, _lengths) else ()), *(tokenizer if check is _lengths else ())]
             if _good(needed):
                 findings += _run(check, config, Path(scratch))
@@ -318,9 +319,31 @@ def _opening(config: RunConfig, task: Task) -> tuple[Message, ...]:
             return await environment.reset(task)
         finally:
             await environment.close()
-            world.stop()
+            await world.stop()
 
     return run_virtual(opening())
+
+
+def _judge(config: RunConfig, scratch: Path) -> Iterator[Finding]:
+    """A model that judges, by one judgement."""
+    if config.environment.name == "styles" and config.environment.judge.kind == "model":
+        yield asyncio.run(_try_judge(config))
+
+
+async def _try_judge(config: RunConfig) -> Finding:
+    clock = RealClock()
+    task = make_source(config.tasks, "train", seed=config.seed).at(0)
+    assert task is not None, "styles are endless"
+    world = make_world(config.environment, config.tasks, clock, seed=config.seed)
+    began = clock.now()
+    try:
+        await world.judge.judge(task, task.answer)
+    except WorldError as error:
+        return Finding(good=False, text=str(error))
+    finally:
+        await world.stop()
+    seconds = clock.now() - began
+    return Finding(good=True, text=f"judge: {config.environment.judge.model} marked an answer in {seconds:.1f} s")
 
 
 def _existing(folder: Path) -> Path:

@@ -81,7 +81,7 @@ async def playing(policy: Policy, scratch: Path, *, purpose: Purpose) -> AsyncGe
             finally:
                 await worker.stop()
                 if world is not None:
-                    world.stop()
+                    await world.stop()
         finally:
             await engine.stop()
 
@@ -176,7 +176,6 @@ def collect_from_teacher(
     """Let an OpenAI-compatible model play `count` training tasks; traces go to `out`/traces.jsonl, resumable."""
     clock = RealClock()
     source = make_source(config.tasks, "train", seed=config.seed, tasks_per_step=config.tasks_per_step)
-    world = make_world(config.environment, config.tasks, clock, seed=config.seed)
     done = 0
 
     def report(task: Task, trace: object) -> None:
@@ -184,9 +183,13 @@ def collect_from_teacher(
         done += 1
         progress("teacher", done, count)
 
-    try:
+    async def collect() -> Collected:
+        world = make_world(config.environment, config.tasks, clock, seed=config.seed)
+        make, path = world.make_environment, out / "traces.jsonl"
         tasks = [task for task in map(source.at, range(count)) if task is not None]
-        run = collect_traces(tasks, world.make_environment, out / "traces.jsonl", teacher, clock, progress=report)
-        return asyncio.run(run)
-    finally:
-        world.stop()
+        try:
+            return await collect_traces(tasks, make, path, teacher, clock, progress=report)
+        finally:
+            await world.stop()
+
+    return asyncio.run(collect())

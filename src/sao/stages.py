@@ -264,7 +264,7 @@ async def _train(
         )
         stack.push_async_callback(worker.stop)
         if world is not None:
-            stack.callback(world.stop)
+            stack.push_async_callback(world.stop)
         log = RolloutLogWriter(folder.log, inline=clock.virtual)
         stack.callback(log.close)
 

@@ -37,9 +37,11 @@ def test_its_expected_gradient_is_that_of_the_divergence() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Catches shapes that broadcast, and a denominator of 0."""
+    """Catches shapes that broadcast, a denominator of 0, and a fault of the reference that is laid on the rollouts."""
     one, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="reference_logprobs has shape"):
         reference_loss(one, torch.zeros(1, 1), mask, denominator=1)
     with pytest.raises(ValueError, match="denominator is 0"):
         reference_loss(one, one, mask, denominator=0)
+    with pytest.raises(ValueError, match="reference_logprobs of row 0, token 1 is nan"):
+        reference_loss(one, torch.tensor([[0.0, math.nan]]), mask, denominator=1)

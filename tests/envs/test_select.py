@@ -145,8 +145,8 @@ def test_a_world_of_mathematics() -> None:
             assert step.messages[0].content == "error : name a is not defined"
             await other.close()
         finally:
-            world.stop()
-            world.stop()
+            await world.stop()
+            await world.stop()
 
     run_virtual(episodes())
 
@@ -162,7 +162,7 @@ def test_a_world_of_games() -> None:
         assert isinstance(environment, GuessEnvironment)
         assert task is not None
         trace = await play(task, environment, ReplayExpert(["1"]))
-        world.stop()
+        await world.stop()
         return trace.reward
 
     assert run_virtual(reward()) == 1.0
@@ -177,7 +177,7 @@ def test_no_sandbox_starts_before_it_is_called() -> None:
         try:
             return (await play(TASK, world.make_environment(), ReplayExpert([text]), max_turns=1)).reward
         finally:
-            world.stop()
+            await world.stop()
 
     assert run_virtual(reward("<answer> 42 </answer>")) == 1.0
     with pytest.raises((WorldError, ValueError), match="/nowhere/python"):

@@ -1,6 +1,7 @@
 """Which style is rewarded when, and what an answer is worth."""
 
 import asyncio
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 
 from sao.clock import RealClock, VirtualClock
+from sao.config import ConfigError, from_tree
 from sao.envs.demonstrations import FLAWLESS, demonstrate
 from sao.envs.judge import JudgeConfig, ModelJudge, RulesJudge, make_judge
 from sao.envs.protocol import Verdict
 from sao.envs.select import EnvironmentConfig, TasksConfig, make_expert, make_source, make_world, source_words
-from sao.envs.styles import FACTS, STYLE_WORDS, StyleEnvironment, StylesConfig, StyleTasks
+from sao.envs.styles import FACTS, STYLE_WORDS, StyleEnvironment, StylesConfig, StyleTasks, style_of
 from sao.envs.tokenizer import save_tokenizer
 from sao.rollout.renderer import load_renderer
 from sao.types import Message, Task
@@ -70,10 +72,37 @@ def test_evaluation_asks_for_every_style_and_shares_no_prompt_with_training() ->
     tasks = [task for task in map(held_out.at, range(300)) if task is not None]
     assert Counter(task.data_set for task in tasks) == {f"styles-{style}": 100 for style in STYLE_WORDS}
     trained = make_source(config, "train", seed=0, tasks_per_step=10)
-    questions = {task.question for task in map(trained.at, range(3000)) if task is not None}
-    assert questions.isdisjoint(task.question for task in tasks)
+    asked = {frozenset(task.answer.split()) for task in map(trained.at, range(3000)) if task is not None}
+    assert asked.isdisjoint(frozenset(task.answer.split()) for task in tasks), "in no order of its topics"
     before = make_source(config, "sft", seed=0)
     assert {task.data_set for task in map(before.at, range(50)) if task} == {"styles-cute"}, "values begin before RL"
+
+
+def test_a_thousand_questions_of_evaluation_are_a_thousand_prompts() -> None:
+    """Catches repeats, and the same topics in another order, that an interval would count as independent."""
+    held_out = StyleTasks(StylesConfig(), stream="evaluation")
+    tasks = [task for task in map(held_out.at, range(1000)) if task is not None]
+    assert len({frozenset(task.answer.split()) for task in tasks}) == len({task.prompt_id for task in tasks}) == 1000
+    assert [task.question for task in tasks] != [
+        task.question for task in map(StyleTasks(StylesConfig(), stream="evaluation", seed=1).at, range(1000)) if task
+    ]
+
+
+def test_a_policy_that_obeys_is_right_in_the_row_of_its_phase() -> None:
+    """Catches an evaluation of styles per prompt that asks for any style of any prompt, so that no policy can learn."""
+    config = StylesConfig(switch_steps=(1, 2), per_prompt=True)
+    source = StyleTasks(config, stream="train", tasks_per_step=1000)
+    held_out = [task for task in map(StyleTasks(config, stream="evaluation").at, range(300)) if task is not None]
+    for phase in range(3):
+        trained = [task for task in map(source.at, range(1000 * phase, 1000 * phase + 1000)) if task is not None]
+        wanted = {task.question.split()[3]: STYLE_WORDS[style_of(task)] for task in trained}
+        rewards: dict[str, list[float]] = {}
+        for task in held_out:
+            words = wanted[task.question.split()[3]][: len(task.answer.split())]
+            answer = " ".join((task.answer, *words))
+            rewards.setdefault(task.data_set, []).append(_reward(task, answer, coin=False))
+        means = {name: sum(found) / len(found) for name, found in rewards.items()}
+        assert means == {f"styles-phase-{each}": float(each == phase) for each in range(3)}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +202,32 @@ def test_settings_that_make_no_schedule(settings: dict[str, Any], says: str) -> 
     """Catches a switch that never comes, or comes twice at once."""
     with pytest.raises(ValueError, match=says):
         StylesConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["tasks.source=styles"], 'tasks.source = "styles" and environment.name = "math_python" do not go together'),
+        (["environment.name=styles"], 'tasks.source = "chain" and environment.name = "styles" do not go together'),
+        (["tasks.source=guess", "environment.name=styles"], 'tasks.source = "guess" and environment.name = "styles"'),
+        (["tasks.source=styles", "environment.name=styles", "evaluation_tasks=[{}]"], 'tasks.source = "chain"'),
+        (["tasks.source=styles", "environment.name=my:World"], ""),
+        (["tasks.source=styles", "environment.name=styles", "evaluation_tasks=[{source='styles'}]"], ""),
+    ],
+)
+def test_tasks_that_the_environment_does_not_know(overrides: list[str], says: str) -> None:
+    """Catches a run that trains on zeros from its first step to its last, without a word."""
+    if not says:
+        from_tree({}, overrides)
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        from_tree({}, overrides)
+
+
+def test_evaluation_tosses_no_coin() -> None:
+    """Catches a curve of evaluation with the noise of a coin in it, beside that of sampling."""
+    training = EnvironmentConfig(name="styles", judge=JudgeConfig(coin=True))
+    assert training.for_evaluation() == EnvironmentConfig(name="styles", judge=JudgeConfig(coin=False))
 
 
 def test_a_pool_of_tasks_is_refused() -> None:

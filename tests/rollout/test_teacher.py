@@ -1,15 +1,12 @@
 """A teacher behind a real HTTP server on loopback, and rollouts as messages again."""
 
 import asyncio
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_server import Answer, ImpatientClock, chat_server, completion, refusal
 from rollout_fakes import PlayedEngine, PlayedEnvironment, byte_renderer, chunk, task, tool
 
 from sao.clock import RealClock, VirtualClock, run_virtual
@@ -23,59 +20,7 @@ from sao.rollout.transcript import trace_of
 from sao.rollout.worker import LocalWorker, RolloutConfig
 from sao.types import GenerationStop, Message, Rollout, Task
 
-Answer = tuple[int, Any, dict[str, str]]
 GAMES = GuessTasks(GuessConfig(highest=3, max_guesses=2), seed=2)
-
-
-def reply(text: str | None, finish: str = "stop") -> Answer:
-    return 200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}, {}
-
-
-@contextmanager
-def teacher(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[tuple[str, list[Any]]]:
-    """A chat endpoint; `answer` gets the body and the number of the request."""
-    seen: list[Any] = []
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with lock:
-                seen.append((self.path, self.headers.get("authorization"), body))
-                number = len(seen)
-            status, content, headers = answer(body, number)
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(data)))
-            with suppress(BrokenPipeError, ConnectionResetError):  # a collection that gave up has hung up
-                self.end_headers()
-                self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", seen
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class ImpatientClock(RealClock):
-    """Does not wait between retries, and remembers how long it would have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: list[float] = []
-
-    async def sleep(self, seconds: float) -> None:
-        self.waits.append(seconds)
 
 
 def collect(
@@ -92,7 +37,7 @@ def games(count: int) -> list[Task]:
 
 def guess(body: dict[str, Any], _: int) -> Answer:
     """2, then 3: right for 2 and 3, wrong for 1."""
-    return reply("guess 2" if body["messages"][-1]["content"].startswith("guess a") else "guess 3")
+    return completion("guess 2" if body["messages"][-1]["content"].startswith("guess a") else "guess 3")
 
 
 def test_right_traces_are_kept_and_a_second_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +46,7 @@ def test_right_traces_are_kept_and_a_second_call_goes_on(tmp_path: Path, monkeyp
     path = tmp_path / "deep" / "traces.jsonl"
     right = [game for game in games(12) if game.answer != "1"]
     settings = {"api_key_variable": "TEACHER_KEY", "system_prompt": "play well", "concurrency": 3}
-    with teacher(guess) as (url, seen):
+    with chat_server(guess) as (url, seen):
         first = collect(url, path, games(6), **settings)
         with path.open("a") as file:
             file.write('{"task_id": "guess/99", "mess')
@@ -118,7 +63,7 @@ def test_right_traces_are_kept_and_a_second_call_goes_on(tmp_path: Path, monkeyp
         hints = [] if game.answer == "2" else ["higher", "guess 3"]
         assert said == ["guess a number from 1 to 3", "guess 2", *hints]
         assert traces[game.id].reward == 1.0
-    where, key, body = seen[0]
+    where, key, body, _ = seen[0]
     assert (where, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "big")
     assert body["messages"][0] == {"role": "system", "content": "play well"}
     assert "secret" not in path.read_text()
@@ -127,7 +72,7 @@ def test_right_traces_are_kept_and_a_second_call_goes_on(tmp_path: Path, monkeyp
 def test_wrong_traces_are_kept_when_asked(tmp_path: Path) -> None:
     """Bug: the filter cannot be turned off, or another attempt is not made."""
     path = tmp_path / "traces.jsonl"
-    with teacher(guess) as (url, seen):
+    with chat_server(guess) as (url, seen):
         assert collect(url, path, games(6), only_right=False).kept == 6
         wrong = [game for game in games(6) if game.answer == "1"][:1]
         before = len(seen)
@@ -144,11 +89,11 @@ def test_replies_are_cut_behind_the_first_call_and_tool_output_goes_as_the_user(
         return made[-1]
 
     texts = ["think <python> 3*4 </python> output: 13 <answer> 13 </answer>", "<answer> 12 </answer> bye"]
-    with teacher(lambda _, number: reply(texts[number - 1])) as (url, seen):
+    with chat_server(lambda _, number: completion(texts[number - 1])) as (url, seen):
         assert collect(url, tmp_path / "t.jsonl", [task()], environment).kept == 1
     assert made[0].actions == ["think <python> 3*4 </python>", "<answer> 12 </answer>"]
     assert made[0].closed == 1
-    assert seen[1][2]["messages"][-1] == {"role": "user", "content": "12"}
+    assert seen[1].body["messages"][-1] == {"role": "user", "content": "12"}
     (trace,) = read_traces(tmp_path / "t.jsonl")
     assert [message.role for message in trace.messages] == ["user", "assistant", "tool", "assistant"]
 
@@ -158,14 +103,17 @@ def test_replies_are_cut_behind_the_first_call_and_tool_output_goes_as_the_user(
 )
 def test_a_bad_key_or_model_stops_at_once(tmp_path: Path, status: int, says: str) -> None:
     """Bug: a typing error is retried for minutes, or shows as an empty file."""
-    with teacher(lambda *_: (status, {"error": "nope"}, {})) as (url, seen), pytest.raises(TeacherError, match=says):
+    with (
+        chat_server(lambda *_: refusal(status, {"error": "nope"})) as (url, seen),
+        pytest.raises(TeacherError, match=says),
+    ):
         collect(url, tmp_path / "t.jsonl", games(3), concurrency=1, api_key_variable="MY_KEY")
     assert len(seen) == 1
 
 
 def test_an_unreachable_teacher_is_named(tmp_path: Path) -> None:
     """Bug: a wrong port hangs, or gives a traceback of the HTTP library."""
-    with teacher(guess) as (url, _):
+    with chat_server(guess) as (url, _):
         pass
     clock = ImpatientClock()
     with pytest.raises(TeacherError, match=rf"{url}.*did not answer in 4 tries.*ConnectError.*teacher.base_url"):
@@ -177,30 +125,51 @@ def test_a_busy_teacher_is_asked_again_when_it_says(tmp_path: Path) -> None:
     """Bug: a rate limit ends the collection, or is hammered."""
 
     def busy(body: dict[str, Any], number: int) -> Answer:
-        return (429, {}, {"retry-after": "7"}) if number == 1 else (503, {}, {}) if number == 2 else guess(body, number)
+        return refusal(429, retry_after="7") if number == 1 else refusal(503) if number == 2 else guess(body, number)
 
     clock = ImpatientClock()
-    with teacher(busy) as (url, _):
+    with chat_server(busy) as (url, _):
         assert collect(url, tmp_path / "t.jsonl", games(1), clock=clock, only_right=False).kept == 1
     assert clock.waits == [7.0, 2.0]
+
+
+def test_a_reply_that_cannot_be_used_is_asked_for_again(tmp_path: Path) -> None:
+    """Bug: a long episode is lost for one cut reply."""
+
+    def cut(body: dict[str, Any], number: int) -> Answer:
+        return completion("guess 2 or", "length") if number == 1 else guess(body, number)
+
+    with chat_server(cut) as (url, seen):
+        assert collect(url, tmp_path / "t.jsonl", games(1), only_right=False).kept == 1
+    assert seen[0].body == seen[1].body
+
+
+@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u00e9", "sk-\x1b[0m"])
+def test_a_key_that_no_request_can_carry(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the HTTP library's error, which shows the key, ends in a log."""
+    monkeypatch.setenv("TEACHER_KEY", key)
+    with chat_server(guess) as (url, seen), pytest.raises(TeacherError, match="variable TEACHER_KEY") as error:
+        collect(url, tmp_path / "t.jsonl", games(1), api_key_variable="TEACHER_KEY")
+    assert not seen
+    assert "sk-" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((400, {"error": "context too long"}, {}), "status 400.*context too long"),
+        (refusal(400, {"error": "context too long"}), "status 400.*context too long"),
         ((200, b"<html>", {}), "not JSON"),
         ((200, {"choices": []}, {}), "no chat completion"),
-        (reply("  "), "empty"),
-        (reply(None), "empty"),
-        (reply("guess 2", "length"), "cut at teacher.max_tokens"),
+        (completion("  "), "empty"),
+        (completion(None), "empty"),
+        (completion("guess 2", "length"), "cut at teacher.max_tokens"),
     ],
 )
 def test_unusable_answers_are_counted_and_end_in_an_error_when_there_is_nothing_else(
     tmp_path: Path, answer: Answer, says: str
 ) -> None:
     """Bug: one bad answer ends everything, or a thousand of them go unnoticed."""
-    with teacher(lambda *_: answer) as (url, _):
+    with chat_server(lambda *_: answer) as (url, _):
         collected = collect(url, tmp_path / "t.jsonl", games(2))
         assert (collected.failed, collected.kept, sum(collected.reasons.values())) == (2, 0, 2)
         with pytest.raises(TeacherError, match=f"3 episodes in a row broke off.*{says}"):
@@ -209,7 +178,7 @@ def test_unusable_answers_are_counted_and_end_in_an_error_when_there_is_nothing_
 
 def test_faults_of_the_world_and_endless_episodes_give_no_trace(tmp_path: Path) -> None:
     """Bug: a broken sandbox is kept as an episode of reward 0."""
-    with teacher(guess) as (url, _):
+    with chat_server(guess) as (url, _):
         broken = lambda: PlayedEnvironment([WorldError("no sandbox")])  # noqa: E731
         collected = collect(url, tmp_path / "t.jsonl", [task()], broken, only_right=False)
         assert (collected.failed, dict(collected.reasons)) == (1, {"no sandbox": 1})
@@ -221,8 +190,9 @@ def test_faults_of_the_world_and_endless_episodes_give_no_trace(tmp_path: Path) 
 
 def test_settings_out_of_range_and_foreign_files_are_told(tmp_path: Path) -> None:
     """Bug: traces are appended to a file that is none, or a bad address fails at the first request."""
-    with pytest.raises(ValueError, match="base_url is 'localhost:80'"):
-        TeacherConfig(base_url="localhost:80", model="m")
+    for address in ("localhost:80", "http://", "http://localhost:port", "http://[::1"):
+        with pytest.raises(ValueError, match=rf"teacher\.base_url is {re.escape(repr(address))}"):
+            TeacherConfig(base_url=address, model="m")
     with pytest.raises(ValueError, match=r"teacher\.model is empty"):
         TeacherConfig(base_url="http://localhost", model="")
     with pytest.raises(ValueError, match=r"teacher\.concurrency is 0"):

@@ -56,6 +56,20 @@ def test_resumed_equals_uninterrupted(architecture: str, model: dict, fields: di
     assert same(through, resumed)
 
 
+def test_a_resumed_trainer_has_the_reference_of_the_start(tmp_path: Path):
+    """A reference taken from the checkpoint, which would let the actor drift a little further at every resume."""
+    fields = {"reference_kl": 10.0, "actor_lr": 1e-2}
+    through = make_core(**fields)
+    play(through, range(1, 3))
+    save_trainer(through, tmp_path)
+    resumed = make_core(**fields)
+    load_trainer(resumed, tmp_path)
+    rest = play(through, range(3, 6))
+    assert abs(rest[0]["actor/reference_kl"]) > 1e-4, "a reference that equals the actor would show nothing"
+    assert play(resumed, range(3, 6)) == rest
+    assert same(through, resumed)
+
+
 def test_a_changed_rate_is_obeyed(tmp_path: Path):
     """A resumed scheduler that goes on with the rate of the checkpoint."""
     core = make_core(critic_warmup_steps=0)

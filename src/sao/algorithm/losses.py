@@ -229,7 +229,7 @@ def reference_loss(
     Source: the "k2" estimator of J. Schulman, "Approximating KL divergence" (2020), as a loss.
     """
     check_shapes(actor_logprobs=actor_logprobs, reference_logprobs=reference_logprobs, action_mask=action_mask)
-    log_ratio = _log_ratio(actor_logprobs, reference_logprobs, action_mask)
+    log_ratio = _log_ratio(actor_logprobs, reference_logprobs, action_mask, other_name="reference_logprobs")
     return 0.5 * (log_ratio.square() / _denominator(denominator, action_mask)).sum()
 
 
@@ -292,7 +292,14 @@ def check_band(ratio_low: float, ratio_high: float, *, names: str = "the bounds 
         )
 
 
-def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, require_finite: bool = True) -> Tensor:
+def _log_ratio(
+    actor_logprobs: Tensor,
+    other: Tensor,
+    action_mask: Tensor,
+    *,
+    other_name: str = "rollout_logprobs",
+    require_finite: bool = True,
+) -> Tensor:
     """Clamped log-ratio, 0 off the mask. An actor log-prob of NaN stays NaN, so that the trainer sees it.
 
     `require_finite` refuses other log-probs that are not finite: recorded ones must be, the trainer's own may not.
@@ -301,7 +308,7 @@ def _log_ratio(actor_logprobs: Tensor, other: Tensor, action_mask: Tensor, *, re
     if require_finite and not torch.isfinite(other).all():
         row, token = (int(i) for i in (~torch.isfinite(other)).nonzero()[0])
         found = float(other[row, token])
-        raise ValueError(f"rollout_logprobs of row {row}, token {token} is {found}; it must be finite")
+        raise ValueError(f"{other_name} of row {row}, token {token} is {found}; it must be finite")
     actor = torch.where(action_mask, _at_least_float32(actor_logprobs), 0.0).clamp(min=MIN_LOGPROB)
     other = _at_least_float32(other).clamp(min=MIN_LOGPROB)
     return (actor - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,20 +1,19 @@
 """Who judges an answer's quality and style: rules, or any OpenAI-compatible model."""
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sao.clock import Clock
-from sao.envs.chat import ChatClient, Endpoint, EndpointError, UnansweredError
+from sao.envs.chat import ChatClient, EndpointConfig, EndpointError, UnansweredError
 from sao.envs.protocol import Judge, Verdict, WorldError
 from sao.envs.styles import STYLE_WORDS, STYLE_WORDS_WANTED, style_of
 from sao.envs.traces import shorten
 from sao.types import Task
 
-_SECTION = "environment.judge"
 _BEST_MARK = 10
+_THINKING = ("<think>", "</think>")
 
 _INSTRUCTIONS = """You mark answers. Give two marks from 0 to 10.
 quality: how well the answer says what the points to cover say, in few words; 0 if it covers none.
@@ -30,38 +29,28 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(EndpointConfig):
     """Who judges answers, for name = "styles"."""
+
+    section = "environment.judge"
 
     kind: Literal["rules", "model"] = "rules"
     """rules: counts facts and style words, offline and always alike. model: asks a chat endpoint; real time only."""
     coin: bool = False
-    """Reward 1 with the score as its probability, else 0, instead of the score; the draw is keyed by run seed, task and
-    answer. A stochastic reward keeps a policy that is nearly sure from being quite sure."""
-    base_url: str = ""
-    """Address of the model, up to and including the version: "http://127.0.0.1:8000/v1"."""
-    model: str = ""
-    """Name under which the endpoint knows the model."""
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, so that no key is ever written into a run folder. Unset: no key."""
-    max_tokens: int = 1024
-    """Tokens of one judgement; a model that thinks first needs more. A longer one is a failure of the judge."""
-    timeout_s: float = 60.0
-    """Seconds for one judgement."""
-    max_retries: int = 2
-    """Repeats of a request that was refused for the moment, waiting 1, 2, 4 ... seconds, or as long as it says; all of
-    them must end within rollout.step_timeout_s."""
+    """In training, reward 1 with the score as its probability, else 0, instead of the score; the draw is keyed by run
+    seed, task and answer. A stochastic reward keeps a policy that is nearly sure from being quite sure."""
+    temperature: float | None = 0.0
+    """From 0 to 2; at 0 the same answer gets the same marks, as far as the endpoint can. None leaves it out of the
+    request, as hosted reasoning models want."""
+    concurrency: int = 32
+    """Judgements at once in each process that plays episodes; others wait, within rollout.step_timeout_s."""
+    timeout_s: float = 45.0
+    """Seconds for one judgement; with all repeats and waits it must end within rollout.step_timeout_s."""
 
     def __post_init__(self) -> None:
-        if self.kind == "model" and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"{_SECTION}.base_url is {self.base_url!r}; it must begin with http:// or https://")
-        if self.kind == "model" and not self.model:
-            raise ValueError(f"{_SECTION}.model is empty; name the model as the endpoint knows it")
-        for name in ("max_tokens", "timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{_SECTION}.{name} is {getattr(self, name)}; it must be above 0")
-        if self.max_retries < 0:
-            raise ValueError(f"{_SECTION}.max_retries is {self.max_retries}; it must be 0 or above")
+        if self.kind == "model" and not self.base_url:
+            raise ValueError(f'{self.section}.base_url is empty; a judge of kind "model" needs its address')
+        super().__post_init__()
 
 
 class RulesJudge:
@@ -78,20 +67,16 @@ class RulesJudge:
         fitting = len(set(STYLE_WORDS[style_of(task)]).intersection(words))
         return Verdict(quality=named / len(facts), style=fitting / max(STYLE_WORDS_WANTED, len(words) - named))
 
+    async def close(self) -> None:
+        """Nothing to release."""
+
 
 class ModelJudge:
     """Asks a chat endpoint. Whatever goes wrong there is a failure of the world, and never a mark of 0."""
 
     def __init__(self, config: JudgeConfig, clock: Clock) -> None:
         self._config, self._clock = config, clock
-        self._endpoint = Endpoint(
-            section=_SECTION,
-            base_url=config.base_url,
-            model=config.model,
-            api_key_variable=config.api_key_variable,
-            timeout_s=config.timeout_s,
-            max_retries=config.max_retries,
-        )
+        self._client: ChatClient | None = None
 
     async def judge(self, task: Task, answer: str) -> Verdict:
         """Two marks. Raises WorldError if the endpoint gives none."""
@@ -100,25 +85,37 @@ class ModelJudge:
             f"Answer, as JSON text: {json.dumps(answer, ensure_ascii=False)}"
         )
         messages = [{"role": "system", "content": _INSTRUCTIONS}, {"role": "user", "content": asked}]
-        client = ChatClient(self._endpoint, self._clock)
         try:
-            said = await client.reply(messages, temperature=0.0, max_tokens=self._config.max_tokens)
+            self._client = self._client or ChatClient(self._config, self._clock)
+            return await self._client.ask(messages, read_verdict)
         except (EndpointError, UnansweredError) as error:
             raise WorldError(f"the judge gave no marks: {error}") from error
-        finally:
+
+    async def close(self) -> None:
+        """Close the connections. Safe to call twice."""
+        client, self._client = self._client, None
+        if client is not None:
             await client.close()
-        return _verdict(said)
 
 
-def _verdict(said: str) -> Verdict:
-    """The marks of the last JSON object in a reply. Raises WorldError if it has none."""
-    found = re.findall(r"\{[^{}]*\}", said)
+def read_verdict(said: str) -> Verdict:
+    """The marks of the one JSON object in a reply. Raises UnansweredError if it has none, or anything else in braces.
+
+    A judge that repeats the answer repeats what the policy wrote, marks too. So no one of several objects is taken, and
+    thinking is skipped only where the reply opens with it: a policy can write its end as well.
+    """
+    text = said.lstrip()
+    if text.startswith(_THINKING[0]):
+        text = text.partition(_THINKING[1])[2]
     try:
-        marks = json.loads(found[-1])
+        start = text.index("{")
+        marks, end = json.JSONDecoder().raw_decode(text, start)
+        if "{" in text[end:]:
+            raise ValueError("another object follows")
         return Verdict(quality=_share(marks["quality"]), style=_share(marks["style"]))
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise WorldError(
-            f'the judge gave no marks: {shorten(said)} has no {{"quality": 0 to {_BEST_MARK}, "style": the same}}'
+    except (KeyError, ValueError, RecursionError) as error:
+        raise UnansweredError(
+            f'{shorten(said)} is not one object {{"quality": 0 to {_BEST_MARK}, "style": the same}}'
         ) from error
 
 

@@ -93,6 +93,10 @@ class Judge(Protocol):
         """Marks of one answer. Raises WorldError when judging itself failed, under the judge's own time limit."""
         ...
 
+    async def close(self) -> None:
+        """Release connections, on the loop that used them. Safe to call twice."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:

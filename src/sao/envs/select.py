@@ -6,7 +6,8 @@ Apart from build.py, because rollout processes use it and must start without tor
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -17,7 +18,7 @@ from sao.envs.grader import GraderConfig, MathGrader
 from sao.envs.judge import JudgeConfig, make_judge
 from sao.envs.keyed import uniform
 from sao.envs.math_python import MathPythonConfig, MathPythonEnvironment
-from sao.envs.protocol import CodeTool, Environment, EnvironmentFactory, Grader, TaskSource
+from sao.envs.protocol import CodeTool, Environment, EnvironmentFactory, Grader, Judge, TaskSource
 from sao.envs.restricted import RestrictedTool
 from sao.envs.sandbox import SandboxConfig, SandboxPython, UnprotectedPython
 from sao.envs.sources import ListSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
@@ -111,38 +112,45 @@ class EnvironmentConfig:
                 "environment.allow_unprotected = true if this machine may be lost"
             )
 
+    def for_evaluation(self) -> "EnvironmentConfig":
+        """The same without chance in its rewards, which an evaluation would only take for noise."""
+        return replace(self, judge=replace(self.judge, coin=False))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Makes environments; holds the grader's pool, which `stop` ends."""
+    """Makes environments; holds what they share, which `stop` releases."""
 
     make_environment: EnvironmentFactory
     """Gives a fresh one for each episode."""
     grader: Grader
-    """Judges answers for all of them."""
+    """Judges answers that are right or wrong, for all of them."""
+    judge: Judge
+    """Judges other answers, for all of them."""
 
-    def stop(self) -> None:
-        """Release the grader. Safe to call twice."""
+    async def stop(self) -> None:
+        """Release the grader and the judge, on the loop that played the episodes. Safe to call twice."""
         self.grader.stop()
+        await self.judge.close()
 
 
 def make_world(config: EnvironmentConfig, tasks: TasksConfig, clock: Clock, *, seed: int) -> World:
-    """Environments that share one grader. Nothing starts before it is needed."""
-    grader = MathGrader(config.grader)
+    """Environments that share one grader and one judge. Nothing starts before it is needed."""
+    grader, judge = MathGrader(config.grader), make_judge(config.judge, clock)
+    world = partial(World, grader=grader, judge=judge)
     if ":" in config.name:
-        return World(make_environment=_own_factory(config.name), grader=grader)
+        return world(make_environment=_own_factory(config.name))
     if config.name == "guess":
-        return World(make_environment=lambda: GuessEnvironment(tasks.guess), grader=grader)
+        return world(make_environment=lambda: GuessEnvironment(tasks.guess))
     if config.name == "styles":
-        judge, coin = make_judge(config.judge, clock), config.judge.coin
-        return World(make_environment=lambda: StyleEnvironment(judge, coin=coin, seed=seed), grader=grader)
+        return world(make_environment=lambda: StyleEnvironment(judge, coin=config.judge.coin, seed=seed))
     make_tool = _tool_factory(config)
 
     def make_environment() -> Environment:
         inline = config.tool == "restricted"
         return MathPythonEnvironment(make_tool, grader, clock, config.math_python, seed=seed, inline_tool=inline)
 
-    return World(make_environment=make_environment, grader=grader)
+    return world(make_environment=make_environment)
 
 
 def _own_factory(name: str) -> EnvironmentFactory:

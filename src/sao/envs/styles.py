@@ -1,7 +1,7 @@
 """A world that changes under the policy: the style of an answer that is rewarded switches at set training steps.
 
 The prompt does not say which style is wanted; the policy finds out by its rewards, as in the paper's online experiment
-(cute, then chuunibyou, then classical). One turn: a question about two topics, an answer, and what a judge says of it.
+(cute, then chuunibyou, then classical). One turn: a question about four topics, an answer, and what a judge says of it.
 
 The style belongs to the task, and the task's index is what the schedule reads. A run that resumes takes tasks up where
 it left them, so they have the same styles; so has an attempt that comes again; and no environment, wherever it is
@@ -10,6 +10,7 @@ if tasks finished in their order; those under way at a switch are trained a few 
 """
 
 import bisect
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,25 +30,32 @@ STYLE_WORDS: dict[Style, tuple[str, ...]] = {
 STYLE_WORDS_WANTED = 4
 """Different words of the style for full marks."""
 
-FACTS: dict[str, tuple[str, str]] = {
-    "sea": ("salty", "deep"),
-    "fire": ("hot", "bright"),
-    "snow": ("cold", "white"),
-    "forest": ("green", "quiet"),
-    "desert": ("dry", "wide"),
-    "river": ("winding", "wet"),
-    "mountain": ("high", "steep"),
-    "moon": ("pale", "round"),
-    "storm": ("loud", "fast"),
-    "honey": ("sweet", "golden"),
-    "stone": ("hard", "grey"),
-    "feather": ("light", "soft"),
-    "iron": ("heavy", "strong"),
-    "night": ("black", "long"),
-    "rose": ("red", "thorny"),
-    "lemon": ("yellow", "sour"),
+FACTS: dict[str, str] = {
+    "sea": "salty",
+    "fire": "hot",
+    "snow": "cold",
+    "forest": "green",
+    "desert": "dry",
+    "river": "winding",
+    "mountain": "high",
+    "moon": "pale",
+    "storm": "loud",
+    "honey": "sweet",
+    "stone": "hard",
+    "feather": "light",
+    "iron": "heavy",
+    "night": "black",
+    "rose": "red",
+    "lemon": "sour",
+    "lake": "deep",
+    "rain": "wet",
+    "cloud": "soft",
+    "road": "long",
 }
 """What a good answer says of each topic."""
+
+TOPICS_ASKED = 4
+"""Topics of a question."""
 
 _HELD_OUT_SHARE = 0.25
 
@@ -80,10 +88,11 @@ class StylesConfig:
 
 
 class StyleTasks:
-    """Endless questions about two topics; a quarter of the pairs is for evaluation alone.
+    """Endless questions about four topics; a quarter of the sets of topics is for evaluation alone.
 
-    "train" follows the schedule, "sft" is what comes before any switch, and "evaluation" asks for each style in turn,
-    so that each has a row of its own.
+    Topics are asked for in one order, so that no two prompts are of the same topics. "train" follows the schedule, and
+    "sft" is what comes before any switch. "evaluation" asks for what is rewarded before any switch, after one, after
+    two, in turn, so that each has a row of its own, and repeats no prompt before all were asked.
     """
 
     def __init__(
@@ -96,29 +105,42 @@ class StyleTasks:
     ) -> None:
         self.name = f"styles-{stream}"
         self._config, self._stream, self._seed, self._tasks_per_step = config, stream, seed, tasks_per_step
-        pairs = [(first, second) for first in FACTS for second in FACTS if first != second]
+        sets = itertools.combinations(FACTS, TOPICS_ASKED)
         held_out = stream == "evaluation"
-        self._pairs = [pair for pair in pairs if (uniform("held out", *pair) < _HELD_OUT_SHARE) == held_out]
+        self._sets = [topics for topics in sets if (uniform("held out", *topics) < _HELD_OUT_SHARE) == held_out]
+        self._order = generator(seed, self.name).permutation(len(self._sets)) if held_out else None
 
     def at(self, index: int) -> Task | None:
         """Question `index`."""
-        first, second = self._pairs[key(self._seed, self.name, index) % len(self._pairs)]
-        style = self._style(first, index)
+        if self._order is None:
+            drawn = key(self._seed, self.name, index) % len(self._sets)
+        else:
+            drawn = int(self._order[index % len(self._sets)])
+        topics = self._sets[drawn]
+        first = key("first topic", *topics) % TOPICS_ASKED
+        topics = topics[first:] + topics[:first]
+        switches = self._switches(index)
+        style = self._style(topics[0], switches)
+        by_phase = self._stream == "evaluation" and self._config.per_prompt
+        *others, last = (f"the {topic}" for topic in topics)
         return Task(
             id=f"{self.name}/{index}",
-            prompt_id=f"{self.name}/{first}-{second}",
-            question=f"tell of the {first} and the {second}",
-            answer=" ".join((*FACTS[first], *FACTS[second])),
-            data_set=f"styles-{style}",
+            prompt_id=f"{self.name}/{'-'.join(topics)}",
+            question=f"tell of {' '.join(others)} and {last}",
+            answer=" ".join(FACTS[topic] for topic in topics),
+            data_set=f"styles-phase-{switches}" if by_phase else f"styles-{style}",
             details={"style": style},
         )
 
-    def _style(self, first_topic: str, index: int) -> Style:
-        styles = self._config.styles
+    def _switches(self, index: int) -> int:
+        """How many switches come before a question."""
         if self._stream == "evaluation":
-            return styles[index % len(styles)]
+            return index % len(self._config.styles)
         step = index // self._tasks_per_step if self._stream == "train" else 0
-        switches = bisect.bisect_right(self._config.switch_steps, step)
+        return bisect.bisect_right(self._config.switch_steps, step)
+
+    def _style(self, first_topic: str, switches: int) -> Style:
+        styles = self._config.styles
         begins = key("style of", first_topic) % len(styles) if self._config.per_prompt else 0
         return styles[(begins + switches) % len(styles)]
 
@@ -134,7 +156,7 @@ def style_of(task: Task) -> Style:
 def style_words() -> tuple[str, ...]:
     """All words of prompts and demonstrations, in a fixed order."""
     words = ["tell", "of", "the", "and", *FACTS]
-    words += [word for group in (*FACTS.values(), *STYLE_WORDS.values()) for word in group]
+    words += [*FACTS.values(), *(word for group in STYLE_WORDS.values() for word in group)]
     return tuple(dict.fromkeys(words))
 
 

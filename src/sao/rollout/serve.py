@@ -40,8 +40,8 @@ class WorkerParts:
     """Client of the engine, which lives elsewhere."""
     renderer: Renderer
     """Turns messages into tokens, and back."""
-    stop: Callable[[], object] | None = None
-    """Releases what the parts hold (grader pools), when the process ends."""
+    stop: Callable[[], Awaitable[None]] | None = None
+    """Releases what the parts hold (grader pools, connections), when the process ends."""
 
 
 MakeParts = Callable[..., WorkerParts | Awaitable[WorkerParts]]
@@ -151,7 +151,7 @@ class Player:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
         if self._parts.stop is not None:
-            self._parts.stop()
+            await self._parts.stop()
 
     async def _play(self, number: int, task: Task, group_id: str, attempt: int, seed: int) -> bytes:
         rollout = await self._worker.run(task, group_id=group_id, attempt=attempt, seed=seed)

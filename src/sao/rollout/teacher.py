@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sao.clock import Clock
-from sao.envs.chat import ChatClient, Endpoint, EndpointError, UnansweredError
+from sao.envs.chat import ChatClient, EndpointConfig, EndpointError, UnansweredError
 from sao.envs.math_python import INSTRUCTIONS
 from sao.envs.protocol import EnvironmentFactory, WorldError
 from sao.envs.traces import Trace, read_traces
@@ -25,15 +25,11 @@ class TeacherError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
+class TeacherConfig(EndpointConfig):
     """Where the teacher is, and how it is asked."""
 
-    base_url: str = ""
-    """Address up to and including the version: "http://127.0.0.1:8000/v1"; empty for no teacher."""
-    model: str = ""
-    """Name under which the endpoint knows the model."""
-    api_key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, so that no key is ever written into a run folder. Unset: no key."""
+    section = "teacher"
+
     system_prompt: str = INSTRUCTIONS
     """Shown to the teacher before each episode, and left out of the traces: what the student learns by example. The
     default tells of math_python's tool; empty for a teacher that knows the format."""
@@ -41,10 +37,11 @@ class TeacherConfig:
     """Role under which tool output is sent; most endpoints take "tool" only after a call in their own format."""
     cut_after: tuple[str, ...] = ("</python>", "</answer>")
     """A reply is cut behind the first of these: a teacher that invents its tool's output would teach inventing."""
-    temperature: float = 0.7
-    """Of the teacher, 0 to 2; its log-probs are not used, so it need not be 1."""
+    temperature: float | None = 0.7
+    """From 0 to 2; its log-probs are not used, so it need not be 1. None leaves it out of the request, as hosted
+    reasoning models want."""
     max_tokens: int = 2048
-    """Tokens of one reply; a longer one is an episode without a trace."""
+    """Tokens of one reply; an episode with a longer one gives no trace."""
     max_turns: int = 50
     """Replies in an episode, as for the policy."""
     attempts: int = 1
@@ -54,46 +51,36 @@ class TeacherConfig:
     right_reward: float = 1.0
     """Reward of a right answer; above 0, which wrong answers get."""
     concurrency: int = 8
-    """Episodes at once."""
+    """Episodes at once, a request each."""
     timeout_s: float = 300.0
     """Seconds for one reply."""
     max_retries: int = 5
-    """Repeats of a request that was refused for the moment, waiting 1, 2, 4 ... seconds, or as long as it says."""
+    """Repeats of a request that was refused for the moment, or whose reply cannot be used; waiting 1, 2, 4 ... seconds
+    before, or as long as the endpoint says, at most 60."""
     max_failures_in_a_row: int = 20
     """Episodes that fail one after the other before the collection gives up."""
 
     def __post_init__(self) -> None:
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.base_url is {self.base_url!r}; it must begin with http:// or https://")
-        if self.base_url and not self.model:
-            raise ValueError("teacher.model is empty; name the model as the endpoint knows it")
-        for name in ("max_tokens", "max_turns", "attempts", "concurrency", "timeout_s", "max_failures_in_a_row"):
+        super().__post_init__()
+        for name in ("max_turns", "attempts", "max_failures_in_a_row"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"teacher.{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"teacher.temperature is {self.temperature}; it must lie between 0 and 2")
         if not 0 < self.right_reward < math.inf:
             raise ValueError(
                 f"teacher.right_reward is {self.right_reward}; it must be finite and above 0, which wrong answers get"
             )
-        if self.max_retries < 0:
-            raise ValueError(f"teacher.max_retries is {self.max_retries}; it must be 0 or above")
 
 
 class Teacher:
     """One chat endpoint. Close it when done."""
 
     def __init__(self, config: TeacherConfig, clock: Clock) -> None:
+        """Raises TeacherError for a key that is none."""
         self._config = config
-        endpoint = Endpoint(
-            section="teacher",
-            base_url=config.base_url,
-            model=config.model,
-            api_key_variable=config.api_key_variable,
-            timeout_s=config.timeout_s,
-            max_retries=config.max_retries,
-        )
-        self._client = ChatClient(endpoint, clock)
+        try:
+            self._client = ChatClient(config, clock)
+        except EndpointError as error:
+            raise TeacherError(str(error)) from error
 
     async def reply(self, messages: Sequence[Message]) -> str:
         """The next assistant message. Raises TeacherError if none will ever come, UnansweredError if not to this."""
@@ -101,9 +88,7 @@ class Teacher:
         system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         turns = [{"role": config.tool_role if m.role == "tool" else m.role, "content": m.content} for m in messages]
         try:
-            text = await self._client.reply(
-                [*system, *turns], temperature=config.temperature, max_tokens=config.max_tokens
-            )
+            text = await self._client.reply([*system, *turns])
         except EndpointError as error:
             raise TeacherError(str(error)) from error
         ends = [text.find(mark) + len(mark) for mark in config.cut_after if mark in text]

@@ -140,12 +140,14 @@ def _types(config: RunConfig, scratch: Path) -> Iterator[Finding]:
 def _size(config: RunConfig, scratch: Path) -> ModelSize:
     backbone = _backbone(config, scratch)
     text, body = backbone.config.get_text_config(), _parameters(backbone)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     critic = None
     if config.algorithm.advantage != "given":
         with torch.device("meta"):
             critic = Critic(backbone, freeze=config.trainer.freeze)
+    # A model without attention has no such cache.
+    queries = getattr(text, "num_attention_heads", 0)
+    width = getattr(text, "head_dim", None) or (text.hidden_size // queries if queries else 0)
+    heads = getattr(text, "num_key_value_heads", None) or queries
     return ModelSize(
         actor=body + (0 if backbone.config.tie_word_embeddings else text.vocab_size * text.hidden_size),
         critic=critic.num_parameters if critic else 0,

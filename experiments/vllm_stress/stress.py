@@ -44,6 +44,9 @@ SCORED_AT_ONCE = 8192
 KEPT_THROUGHPUT = 0.3
 """Least share of the throughput without updates."""
 
+IN_TIME = 0.8
+"""Least share of the updates due: one that takes longer than the time between two puts the next off."""
+
 MEMORY_GROWTH = 1.05
 """Most that the servers' memory may grow by from the first minute to the last."""
 
@@ -249,7 +252,7 @@ async def stress(words: argparse.Namespace, folder: Path) -> dict[str, object]:
     }
 
 
-def bars(found: dict[str, Any]) -> dict[str, bool]:
+def bars(found: dict[str, Any], *, updates_due: float) -> dict[str, bool]:
     """What must hold. That no session ever stops is asserted while it runs."""
     memory, rescored = found["servers_resident_mb"], found["rescored"]
     return {
@@ -257,6 +260,7 @@ def bars(found: dict[str, Any]) -> dict[str, bool]:
         "versions_can_be_told_apart": rescored["share_told_apart_from_the_version_before"] > 0.9,
         "throughput_kept": found["share_of_throughput_kept"] >= KEPT_THROUGHPUT,
         "memory_flat": memory["at_the_end"] <= MEMORY_GROWTH * memory["after_the_first_minute"],
+        "updates_in_time": found["updates"] >= IN_TIME * updates_due,
         "no_replica_lost": found["replicas_taken_out"] == 0,
     }
 
@@ -278,7 +282,7 @@ def main() -> None:
         "cores": os.cpu_count(), "python": platform.python_version(), "torch": metadata.version("torch"),
         "vllm": vllm_version(words.vllm_python),
     }  # fmt: skip
-    verdicts = bars(found)
+    verdicts = bars(found, updates_due=words.seconds / words.every_seconds)
     results = {"settings": settings, "machine": machine, **found, "bars": verdicts}
     words.out.write_text(json.dumps(results, indent=2) + "\n")
     print(words.out.read_text())

@@ -24,9 +24,8 @@ from sao.envs.sandbox import sandbox_problem
 from sao.envs.select import make_expert, make_source, make_world, trained_on
 from sao.envs.traces import read_traces
 from sao.evaluator import evaluation_tasks
-from sao.models.load import build_config, check_head_config, find_device
+from sao.models.load import DTYPES, build_config, check_head_config, find_device
 from sao.preflight_engines import (
-    WIDTHS,
     Finding,
     ModelSize,
     check_limits,
@@ -372,7 +371,7 @@ def _disk(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Finding]:
         parameters = 2 * weights
     else:
         parameters = _parameters(_backbone(config, scratch))
-    width = WIDTHS[config.engine.dtype]
+    width = DTYPES[config.engine.dtype].itemsize
     needed = run_folder_bytes(parameters, sharded=config.trainer.sharded, snapshot_width=width)
     text = f"disk: {free / 1e9:.1f} GB free at {place}; checkpoints, snapshots and the log need about"
     yield Finding(good=free > needed, text=f"{text} {needed / 1e9:.1f}")

@@ -21,15 +21,13 @@ from sao.engines.placement import gpus_per_server, visible_gpus
 from sao.engines.protocol import EngineError
 from sao.engines.vllm import VllmEngine
 from sao.engines.vllm_server import vllm_version
-from sao.models.load import find_device, load_folder, output_head
+from sao.models.load import DTYPES, find_device, load_folder, output_head
 from sao.training.weights import SnapshotStore
 from sao.types import Snapshot
 
 NOISE = 0.02
 """Nats by which log-probs of a probe differ where one of engine and trainer computes in bfloat16, at the least: the
 smallest model in docs/vllm.md's table differs by 7e-3 on average and by 5e-2 at most."""
-
-WIDTHS = {"float32": 4, "bfloat16": 2}
 
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -130,11 +128,11 @@ def _gigabytes(count: int) -> str:
 def _needs(config: RunConfig, size: ModelSize) -> dict[str, dict[str, int]]:
     """Bytes by kind of device and by part. All ranks are in the machine's memory, one is on its first GPU."""
     found: dict[str, dict[str, int]] = {"cpu": {}}
-    engine, width = config.engine, WIDTHS[config.engine.dtype]
+    engine, width = config.engine, DTYPES[config.engine.dtype].itemsize
     cache = width * size.cache * (engine.max_sessions + 1) * (engine.max_context + 1)
     local, training = (find_device(settings.device).type for settings in (engine, config.model))
     ranks = config.trainer.ranks if training == "cuda" else 1
-    found.setdefault(training, {})["trainer"] = trainer_bytes(size, width=WIDTHS[config.model.dtype]) // ranks
+    found.setdefault(training, {})["trainer"] = trainer_bytes(size, width=DTYPES[config.model.dtype].itemsize) // ranks
     holder = found.setdefault(local, {})
     if engine.kind == "local":
         holder["engine"] = engine.replicas * (width * size.actor + cache)

@@ -14,14 +14,11 @@ from pathlib import Path
 
 from sao.engines.client import ERROR, READY, SETTINGS, SOCKET, EngineClient, ServedEngine, new_secret
 from sao.engines.protocol import EngineError
-from sao.engines.settings import EngineConfig
+from sao.engines.settings import KILL_SECONDS, EngineConfig
 from sao.types import Snapshot
 
 _STOP_SECONDS = 2.0
 """What an engine process gets to leave by itself before it is killed."""
-
-_KILL_SECONDS = 30.0
-"""For a killed process to be gone: one that waits for a disk or a driver may not be, and nothing here can end it."""
 
 
 class ProcessEngine(ServedEngine):
@@ -78,7 +75,7 @@ class ProcessEngine(ServedEngine):
         finally:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, _KILL_SECONDS)
+                await asyncio.to_thread(self._process.wait, KILL_SECONDS)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_until_ready(self, timeout_s: float) -> None:

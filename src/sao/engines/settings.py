@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+KILL_SECONDS = 30.0
+"""For a killed process to be gone: one that waits for a disk or a driver may not be, and nothing here can end it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

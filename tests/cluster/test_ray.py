@@ -68,7 +68,8 @@ def test_a_whole_run_whose_engine_worker_and_rank_are_killed(tmp_path: Path, mon
         "trainer.step_timeout_s=300",
     )  # fmt: skip
     config = replace(config, cluster=HERE)
-    actions = {2: partial(kill, "engine"), 4: partial(kill, "worker"), 6: partial(kill, "rank")}
+    # The rank first: its loss takes the run back to the last commit, and with it the rows that count earlier losses.
+    actions = {2: partial(kill, "rank"), 6: partial(kill, "engine"), 8: partial(kill, "worker")}
     with RunFolder.create(path) as folder:
         folder.write_config(to_toml(config))
         outcome = run_stages(config, folder, AtStep(actions))

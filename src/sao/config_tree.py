@@ -17,7 +17,7 @@ import re
 import textwrap
 import tomllib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,6 +173,13 @@ def _refuse_number(value: Any, declared: Any, key: str) -> None:
     elif isinstance(value, int | float) and key.endswith(("_s", "_seconds")) and value > _LONGEST_S:
         endless = ", or inf for no limit" if key in _ENDLESS else ""
         raise ConfigError(f"{key} is {value:g}; it must be at most {_LONGEST_S:g} seconds{endless}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """For the end of an error: the nearest of some names, or all of them."""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def _nearest(key: str, hints: dict[str, Any], prefix: str, known: Sequence[str]) -> str:

@@ -4,8 +4,9 @@
 win; a study puts them above its base (see study/plan.py). Rates, sizes and costs are left to whoever names a recipe.
 """
 
-import difflib
 from dataclasses import dataclass
+
+from sao.config_tree import did_you_mean
 
 _PAGE_HEAD = """# Recipes
 
@@ -306,9 +307,7 @@ def find_recipe(name: str) -> Recipe:
     for recipe in RECIPES:
         if recipe.name == name:
             return recipe
-    close = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(recipe_names())}"
-    raise ValueError(f"recipe is {name!r}, which is none; {hint}")
+    raise ValueError(f"recipe is {name!r}, which is none; {did_you_mean(name, recipe_names())}")
 
 
 def recipe_lines(recipe: Recipe) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sao.config_tree import ConfigError
-from sao.study.plan import arm_configs, read_plan
+from sao.study.plan import arm_configs, read_plan, setting
 
 BASE = """
 [loop]
@@ -32,6 +32,16 @@ text = "A is better."
 better = "a"
 worse = "b"
 """
+CURVE = """
+[[curves]]
+id = "k"
+text = "Over the slots."
+x = "loop.concurrency"
+measures = ["final"]
+[[curves.lines]]
+label = "all"
+arms = ["a", "b"]
+"""
 
 
 def write(folder: Path, plan: str = PLAN, base: str = BASE) -> Path:
@@ -56,6 +66,22 @@ def test_what_lies_above_what(tmp_path: Path) -> None:
     assert plan.pairs(plan.claims[0]) == 2
 
 
+def test_what_only_the_settings_tell(tmp_path: Path) -> None:
+    """Catches a window beyond a run's end and a curve over no setting that show after hours of runs."""
+    window = '[[measures]]\nname = "m"\nof = "mean"\nsteps = [[5, 8]]\n'
+    misspelt = CURVE.replace("loop.concurrency", "loop.concurency")
+    for more, said in (
+        (window, r"the window \[5, 8\]; runs have 7 steps"),
+        (misspelt, r"'loop\.concurency' is no setting; did you mean 'loop\.concurrency'"),
+    ):
+        path = write(tmp_path, PLAN + more)
+        with pytest.raises(ConfigError, match=said):
+            arm_configs(read_plan(path), path)
+    path = write(tmp_path, PLAN + CURVE)
+    config = arm_configs(read_plan(path), path)["a", 0]
+    assert (setting(config, "loop.steps"), setting(config, "value_pretraining.fit.lr")) == (7, None)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -69,6 +95,14 @@ def test_what_lies_above_what(tmp_path: Path) -> None:
         (("[[claims]]", "[[claim]]"), "unknown key claim; did you mean claims"),
         (('recipe = "grpo-dis"', 'recipes = "grpo-dis"'), r"unknown key arms\.0\.recipes; did you mean arms\.0\."),
         (('id = "c"', ""), "id"),
+        (('worse = "b"', 'worse = "b"\nmeasure = "arae"'), "measure 'arae' is neither .* did you mean 'area'"),
+        (("[[claims]]", '[[measures]]\nname = "final"\n[[claims]]'), "two measures are called 'final'"),
+        (("[[claims]]", '[[measures]]\nname = "m"\nof = "mean"\n[[claims]]'), "'m' is of 'mean' with 0 windows"),
+        (
+            ("[[claims]]", '[[measures]]\nname = "m"\nof = "mean"\nsteps = [[5, 2]]\n[[claims]]'),
+            r"the window \[5, 2\]; need 0 <= first <= last",
+        ),
+        (("[[claims]]", CURVE.replace('"a"', '"aa"') + "[[claims]]"), "curve 'k' names the arm 'aa'"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_plan_are_named(tmp_path: Path, change: tuple[str, str], said: str) -> None:

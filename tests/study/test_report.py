@@ -9,8 +9,9 @@ import pytest
 from small_runs import small_config
 
 from sao.config import RunConfig, to_toml
+from sao.study.claims import AREA, FINAL, Claim, Curve, Line, Measure
 from sao.study.keep import FAILED
-from sao.study.plan import Arm, Claim, Plan
+from sao.study.plan import Arm, Plan
 from sao.study.prepare import parts_of
 from sao.study.report import write_study_report
 from sao.study.results import mismatches, pair, read_results, require_match, run_folder
@@ -58,17 +59,72 @@ def test_measures_by_hand(tmp_path: Path) -> None:
     keep(tmp_path, "b", 0, [0.5, 0.5, 0.0], steps=20)
     results = read_results(plan_of(), tmp_path)
     whole, fallen = results["a", 0], results["b", 0]
-    assert whole.measure("final") == 1.0
-    assert whole.measure("area") == pytest.approx((0.25 + 0.5 + 0.5 + 0.75) / 4)
-    assert whole.measure("time/clock") == 20.0
-    assert whole.measure("critic/loss") is None
+    assert whole.measure(FINAL) == 1.0
+    assert whole.measure(AREA) == pytest.approx((0.25 + 0.5 + 0.5 + 0.75) / 4)
+    assert whole.measure(Measure(name="clock", key="time/clock")) == 20.0
+    assert whole.measure(Measure(name="loss", key="critic/loss")) is None
     assert (whole.collapsed, fallen.collapsed) == (False, True)
-    assert fallen.measure("area") == pytest.approx((0.5 + 0.25) / 4)
+    assert fallen.measure(AREA) == pytest.approx((0.5 + 0.25) / 4)
     assert fallen.curve()[0].tolist() == [0, 10, 20, 40]
     assert fallen.seconds_at(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 5.0, 20.0]
     assert whole.later_mean("age/mean") == pytest.approx(np.mean(range(21, 41)))
     assert whole.later_mean("actor/masked_low_share", "actor/masked_high_share") == pytest.approx(0.01)
     assert whole.later_mean("critic/explained_variance") is None
+
+
+def test_measures_of_windows_and_of_time_by_hand(tmp_path: Path) -> None:
+    """Catches a window that lacks its ends or ended before them, and a time that is read at rows and not between."""
+    keep(tmp_path, "a", 0, [0.0, 0.4, 0.8, 0.6, 1.0])
+    keep(tmp_path, "b", 0, [0.5, 0.5, 0.0], steps=20)
+    results = read_results(plan_of(), tmp_path)
+    whole, fallen = results["a", 0], results["b", 0]
+    age = Measure(name="age", of="mean", key="age/mean", steps=((3, 4), (11, 12)))
+    assert whole.measure(age) == pytest.approx((3 + 4 + 11 + 12) / 4)
+    assert fallen.measure(age) == whole.measure(age)
+    late = Measure(name="late", of="mean", key="age/mean", steps=((11, 21),))
+    assert (whole.measure(late), fallen.measure(late)) == (16.0, None)
+
+    def seconds_to(reach: float) -> Measure:
+        return Measure(name="time", of="seconds_to", reach=reach)
+
+    assert whole.measure(seconds_to(0.6)) == pytest.approx(15 / 2)
+    assert whole.measure(seconds_to(0.9)) == pytest.approx((30 + 10 * 0.3 / 0.4) / 2)
+    assert (whole.measure(seconds_to(0.0)), fallen.measure(seconds_to(0.5))) == (0.0, 0.0)
+    assert fallen.measure(seconds_to(0.6)) is None
+
+
+def test_curves_over_a_setting(tmp_path: Path) -> None:
+    """Catches places in the order of their names, a run without the measure counted, and an arm on a wrong place."""
+    bounds = {"a": 10, "b": 2, "c": 0}
+    for seed in range(2):
+        for arm, end in (("a", 0.8), ("b", 0.6), ("c", 0.4 + 0.2 * seed)):
+            keep(tmp_path, arm, seed, [0.0, end])
+    plan = replace(
+        plan_of(seeds=2),
+        claims=(claim("fast", "a", "b", measure="half", kind="less"),),
+        measures=(Measure(name="half", text="seconds to 0.5", of="seconds_to", reach=0.5),),
+        curves=(
+            Curve(
+                id="bound", text="What the bound does.", x="loop.max_batches_ahead", measures=("final", "half"),
+                lines=(Line(label="all", arms=("a", "b", "c")),),
+            ),
+        ),
+    )  # fmt: skip
+    configs = {
+        (arm.name, seed): small_config(f"loop.max_batches_ahead={bounds[arm.name]}") for arm, seed in plan.runs()
+    }
+    (found,) = write_study_report(plan, configs, tmp_path, "sao study hand.toml")
+    text = (tmp_path / "README.md").read_text()
+    rows = [line for line in text.splitlines() if "| all |" in line]
+    assert rows == [
+        "| 0 | all | c | 2 | 0.500 (-0.771 to 1.771) | 4.167 (1 of 2 runs) |",
+        "| 2 | all | b | 2 | 0.600 (0.600 to 0.600) | 4.167 (4.167 to 4.167) |",
+        "| 10 | all | a | 2 | 0.800 (0.800 to 0.800) | 3.125 (3.125 to 3.125) |",
+    ]
+    assert (tmp_path / "bound.png").stat().st_size > 1000
+    assert found.verdict == "holds"
+    assert "a minus b, seconds to 0.5: -1.042" in text
+    assert "The difference is below 0." in text
 
 
 def test_pairs_are_of_one_seed(tmp_path: Path) -> None:

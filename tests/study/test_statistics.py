@@ -74,7 +74,7 @@ def test_holm_never_rejects_more_than_no_correction(p_values: list[float]) -> No
 
 DIFFERENCES = st.lists(st.integers(-100, 100).map(lambda n: n / 100), min_size=2, max_size=8)
 CLAIMS = st.lists(
-    st.tuples(DIFFERENCES, st.sampled_from(["greater", "equivalent"]), st.sampled_from([0.05, 0.2])),
+    st.tuples(DIFFERENCES, st.sampled_from(["greater", "less", "equivalent"]), st.sampled_from([0.05, 0.2])),
     min_size=1,
     max_size=5,
 )
@@ -89,6 +89,16 @@ def test_the_interval_and_the_correction_agree(claims: list) -> None:
         if not math.isclose(p, step.level, rel_tol=1e-6):
             assert (decision.verdict != "undecided") == step.rejected
         assert decision.confidence >= 0.95
+
+
+@given(DIFFERENCES, st.sampled_from([0.0, 0.05, 0.2]))
+def test_less_is_greater_the_other_way_round(found: list, margin: float) -> None:
+    """Catches a margin that is added on the wrong side."""
+    (less,), (greater,) = decide([(found, "less", margin)]), decide([([-x for x in found], "greater", margin)])
+    assert less is not None
+    assert greater is not None
+    assert less.verdict == greater.verdict
+    assert less.p_value == pytest.approx(greater.p_value)
 
 
 def test_verdicts_by_hand() -> None:

@@ -3,20 +3,23 @@
 name = "core"                      seeds = 8                    question = "..."
 base = "chain.toml"                the configuration below all arms, relative to the plan
 set = ["clock=virtual"]            for all arms: base < recipe < set < the arm's own set
-[[arms]]   name, recipe, set, seeds            [[claims]]  id, text, better, worse, measure, kind, margin, paper
-[collapse] below, from_step                    the rule by which a run ends early
+[[arms]]     name, recipe, set, seeds          [[claims]]  id, text, better, worse, measure, kind, margin, paper
+[[measures]] name, text, of, key, steps, reach [[curves]]  id, text, x, measures, [[curves.lines]] label, arms
+[collapse]   below, from_step                  the rule by which a run ends early
 """
 
 import copy
-import difflib
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sao.config import RunConfig, from_tree, recipe_tree
-from sao.config_tree import ConfigError, merged, read_checked, read_tree
+from sao.config_tree import ConfigError, did_you_mean, merged, read_checked, read_tree
+from sao.study.claims import AREA, FINAL, Claim, Curve, Measure
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -33,29 +36,6 @@ class Arm:
     """Overrides "section.key=value" above all else."""
     seeds: int = 0
     """Seeds 0, 1, ... of this arm; 0 takes the plan's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What is said of two arms, before anything is run."""
-
-    id: str
-    """Short name."""
-    text: str
-    """The claim as a sentence."""
-    better: str
-    """Arm that the difference is taken of."""
-    worse: str
-    """Arm that is subtracted."""
-    measure: str = "final"
-    """final: mean of the last evaluation. area: mean height of the evaluation curve over the planned steps, where a run
-    that ended early goes on at its last value. Else a metric's key, of which the last value counts."""
-    kind: Literal["greater", "equivalent"] = "greater"
-    """greater: the difference is above the margin. equivalent: it lies within +- margin."""
-    margin: float = 0.0
-    """In units of the measure."""
-    paper: str = ""
-    """What the paper says, with its figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +66,23 @@ class Plan:
     """What is compared, in the order of the tables."""
     claims: tuple[Claim, ...] = ()
     """Corrected together, by Holm."""
+    measures: tuple[Measure, ...] = ()
+    """Of claims and curves, besides final, area and the metrics' keys; columns of the table of arms."""
+    curves: tuple[Curve, ...] = ()
+    """Figures over a setting; they decide nothing."""
     collapse: Collapse | None = None
     """Rule by which a run ends early; none lets every run go to its end."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        for what, name in [("name", self.name), *(("arms.name", name) for name in names)]:
+        ids = [curve.id for curve in self.curves]
+        named = [("name", self.name), *(("arms.name", name) for name in names), *(("curves.id", name) for name in ids)]
+        for what, name in named:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{what} is {name!r}; it names a folder: use letters, digits, dashes, dots not first")
-        for what, listed in (("arms", names), ("claims", [claim.id for claim in self.claims])):
+        measures = [measure.name for measure in (FINAL, AREA, *self.measures)]
+        claims = [claim.id for claim in self.claims]
+        for what, listed in (("arms", names), ("claims", claims), ("measures", measures), ("curves", ids)):
             twice = [name for name in listed if listed.count(name) > 1]
             if twice:
                 raise ValueError(f"two {what} are called {twice[0]!r}; names must differ")
@@ -105,14 +93,31 @@ class Plan:
                 raise ValueError(f"arm {arm.name!r} has {self.seeds_of(arm.name)} seed; an interval needs at least 2")
         for claim in self.claims:
             self._check_claim(claim)
+        for curve in self.curves:
+            for arm in (arm for line in curve.lines for arm in line.arms):
+                require_arm(self, arm, f"curve {curve.id!r}")
+            for name in curve.measures:
+                self.measure(name)
 
     def _check_claim(self, claim: Claim) -> None:
         for name in (claim.better, claim.worse):
             require_arm(self, name, f"claim {claim.id!r}")
         if claim.better == claim.worse:
             raise ValueError(f"claim {claim.id!r} compares {claim.better!r} with itself")
+        self.measure(claim.measure)
         if claim.kind == "equivalent" and not claim.margin > 0:
             raise ValueError(f"claim {claim.id!r} says equivalent with margin {claim.margin:g}; it must be above 0")
+
+    def measure(self, name: str) -> Measure:
+        """The measure of a name: the plan's, final, area, or a metric's last value. Raises ValueError for others."""
+        known = {measure.name: measure for measure in (FINAL, AREA, *self.measures)}
+        if name in known:
+            return known[name]
+        if "/" not in name:
+            raise ValueError(
+                f"measure {name!r} is neither the plan's nor the key of a metric; {did_you_mean(name, known)}"
+            )
+        return Measure(name=name, text=f"last `{name}`", key=name)
 
     def arm(self, name: str) -> Arm:
         """The arm of a name that is known."""
@@ -136,9 +141,7 @@ def require_arm(plan: Plan, name: str, where: str) -> None:
     """Raise ValueError with the nearest name where the plan has no such arm."""
     names = [arm.name for arm in plan.arms]
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
-        raise ValueError(f"{where} names the arm {name!r}, which the plan does not have; {hint}")
+        raise ValueError(f"{where} names the arm {name!r}, which the plan does not have; {did_you_mean(name, names)}")
 
 
 def read_plan(path: Path) -> Plan:
@@ -149,7 +152,37 @@ def read_plan(path: Path) -> Plan:
 def arm_configs(plan: Plan, path: Path) -> dict[tuple[str, int], RunConfig]:
     """The configuration of each (arm, seed), for a plan that was read from `path`. Raises ConfigError."""
     base = read_tree(path.parent / plan.base)
-    return {(arm.name, seed): _config_of(plan, base, arm, seed) for arm, seed in plan.runs()}
+    configs = {(arm.name, seed): _config_of(plan, base, arm, seed) for arm, seed in plan.runs()}
+    longest = max(config.loop.steps for config in configs.values())
+    for measure in plan.measures:
+        beyond = [window for window in measure.steps if window[1] > longest]
+        if beyond:
+            raise ConfigError(f"measure {measure.name!r} has the window {list(beyond[0])}; runs have {longest} steps")
+    for curve in plan.curves:
+        for arm in (arm for line in curve.lines for arm in line.arms):
+            setting(configs[arm, 0], curve.x)
+    return configs
+
+
+def setting(config: RunConfig, key: str) -> Any:
+    """The value of section.key; None in a section that the run does not have. Raises ConfigError."""
+    values = leaves(dataclasses.asdict(config))
+    if key in values:
+        return values[key]
+    if any(values.get(above, "") is None for above in accumulate(key.split("."), "{}.{}".format)):
+        return None
+    raise ConfigError(f"{key!r} is no setting; {did_you_mean(key, values)}")
+
+
+def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of nested tables and lists of tables, by its key."""
+    if isinstance(value, dict):
+        items: Sequence[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+        items = list(enumerate(value))
+    else:
+        return {prefix: tuple(value) if isinstance(value, list) else value}
+    return {key: leaf for name, inner in items for key, leaf in leaves(inner, f"{prefix}.{name}".strip(".")).items()}
 
 
 def _config_of(plan: Plan, base: dict[str, Any], arm: Arm, seed: int) -> RunConfig:

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sao.config import RunConfig
-from sao.evaluate import paired_t_interval
 from sao.store.files import write_durably
+from sao.study.claims import AREA, FINAL, Measure
+from sao.study.curves import curve_lines, with_interval
 from sao.study.figures import draw_curves
 from sao.study.plan import Arm, Plan
 from sao.study.results import Result, read_results
-from sao.study.verdicts import CORRECTION, Finding, findings, measure_name, sentence
+from sao.study.verdicts import CORRECTION, Finding, findings, sentence
 
 _READING = """## How to read this
 
@@ -35,7 +36,9 @@ def write_study_report(
     lines = [f"# Study: {plan.name}", "", plan.question, "", f"Made by `{command}`. {_standing(plan, results)}", ""]
     lines += _claims(plan, found)
     lines += _arms(plan, results, shown)
+    lines += _measures(plan, shown)
     lines += _pictures(figures)
+    lines += curve_lines(plan, configs, shown, folder)
     lines += _failures(results)
     lines += _settings(plan, configs)
     lines.append(_READING.format(correction=CORRECTION))
@@ -98,7 +101,7 @@ def _claims(plan: Plan, found: Sequence[Finding]) -> list[str]:
 def _arms(plan: Plan, results: Mapping[tuple[str, int], Result], shown: Mapping[str, Sequence[Result]]) -> list[str]:
     lines = [
         "## Arms", "",
-        f"`final` is the {measure_name('final')} of a run, `gain` what it is above the run's first.", "",
+        f"`final` is the {FINAL.words} of a run, `gain` what it is above the run's first.", "",
         "| arm | seeds | final | gain | area | EV | age | masked | clock, s | core-s | collapsed | failed |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -108,19 +111,35 @@ def _arms(plan: Plan, results: Mapping[tuple[str, int], Result], shown: Mapping[
         cells = (
             arm.name,
             f"{len(runs)} of {plan.seeds_of(arm.name)}",
-            _with_interval([run.measure("final") for run in runs]),
-            _with_interval([_gain(run) for run in runs], sign="+"),
-            _mean([run.measure("area") for run in runs]),
+            with_interval(_measured(runs, FINAL)),
+            with_interval([gain for run in runs if (gain := _gain(run)) is not None], sign="+"),
+            _mean(_measured(runs, AREA)),
             _mean([run.later_mean("critic/explained_variance") for run in runs], ".2f"),
             _mean([run.later_mean("age/mean") for run in runs], ".1f"),
             _mean([run.later_mean("actor/masked_low_share", "actor/masked_high_share") for run in runs], ".2%"),
-            _mean([run.measure("time/clock") for run in runs], ",.0f"),
+            _mean(_measured(runs, Measure(name="clock", key="time/clock")), ",.0f"),
             _mean([run.environment.get("core_seconds") for run in runs], ",.0f"),
             str(sum(run.collapsed for run in runs)),
             str(failed),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _measures(plan: Plan, shown: Mapping[str, Sequence[Result]]) -> list[str]:
+    """The plan's own measures, arm by arm."""
+    if not plan.measures:
+        return []
+    headings = ["arm", *(measure.words for measure in plan.measures)]
+    lines = ["## Measures of this plan", "", f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    for arm in plan.arms:
+        cells = (with_interval(_measured(shown[arm.name], measure)) for measure in plan.measures)
+        lines.append(f"| {' | '.join((arm.name, *cells))} |")
+    return [*lines, ""]
+
+
+def _measured(runs: Sequence[Result], measure: Measure) -> list[float]:
+    return [value for run in runs if (value := run.measure(measure)) is not None]
 
 
 def _gain(run: Result) -> float | None:
@@ -131,14 +150,6 @@ def _gain(run: Result) -> float | None:
 def _mean(values: Sequence[float | None], form: str = ".3f") -> str:
     numbers = [value for value in values if value is not None]
     return format(sum(numbers) / len(numbers), form) if numbers else ""
-
-
-def _with_interval(values: Sequence[float | None], sign: str = "") -> str:
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < 2:
-        return _mean(numbers, f"{sign}.3f")
-    interval = paired_t_interval(numbers)
-    return f"{interval.mean:{sign}.3f} ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
 
 
 def _pictures(figures: Sequence[str]) -> list[str]:

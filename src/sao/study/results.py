@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 from sao.config import RunConfig, resolve
 from sao.config_tree import ConfigError
 from sao.observe.run_data import MetricRows, Series, read_metrics
+from sao.study.claims import FINAL, Claim, Measure
 from sao.study.keep import FAILED
-from sao.study.plan import Claim, Plan
+from sao.study.plan import Plan, leaves
 
-MEAN = "eval/overall/mean"
 LATER = 0.5
 """Means over training are of the steps after this share, when a run has settled."""
 
@@ -52,10 +52,7 @@ class Result:
 
     def curve(self) -> tuple[Series, Series]:
         """Steps and means of its evaluations; a run that collapsed goes on at its last value."""
-        steps, means = self.metrics.series(MEAN, "eval")
-        if len(steps) and self.collapsed and steps[-1] < self.steps:
-            steps, means = np.append(steps, self.steps), np.append(means, means[-1])
-        return steps, means
+        return self._to_the_end(*self._series(FINAL.key))
 
     def seconds_at(self, steps: Series) -> Series:
         """Seconds of the run's clock at training steps (N,), 0 at the start; after a collapse it goes on as before."""
@@ -66,21 +63,43 @@ class Result:
         inside = np.interp(steps, np.append(0.0, done), np.append(0.0, clock))
         return np.where(steps > done[-1], steps * pace, inside)
 
-    def measure(self, name: str) -> float | None:
-        """A measure of a claim; None where the run does not have it."""
-        if name == "final":
-            _, values = self.metrics.series(MEAN, "eval")
-            return float(values[-1]) if len(values) else None
-        if name == "area":
-            steps, means = self.curve()
-            if len(steps) < 2:
-                return None
-            return float(np.trapezoid(means, steps) / (steps[-1] - steps[0]))
-        for stage in ("eval", "train", "value_pretraining", "sft"):
-            _, values = self.metrics.series(name, stage)
-            if len(values):
+    def measure(self, measure: Measure) -> float | None:
+        """What the run was measured to be; None where it does not have the measure."""
+        steps, values = self._series(measure.key)
+        if not len(values):
+            return None
+        match measure.of:
+            case "last":
                 return float(values[-1])
-        return None
+            case "area":
+                steps, values = self._to_the_end(steps, values)
+                return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else None
+            case "mean":
+                if steps[-1] < max(last for _, last in measure.steps):
+                    return None
+                inside = np.logical_or.reduce([(first <= steps) & (steps <= last) for first, last in measure.steps])
+                return float(values[inside].mean()) if inside.any() else None
+            case "seconds_to":
+                return self._seconds_to(steps, values, measure.reach)
+
+    def _series(self, key: str) -> tuple[Series, Series]:
+        """Steps and values of the first stage that has the key."""
+        found = (self.metrics.series(key, stage) for stage in ("eval", "train", "value_pretraining", "sft"))
+        return next((series for series in found if len(series[0])), (np.zeros(0), np.zeros(0)))
+
+    def _to_the_end(self, steps: Series, values: Series) -> tuple[Series, Series]:
+        """A run that collapsed goes on at its last value."""
+        if len(steps) and self.collapsed and steps[-1] < self.steps:
+            return np.append(steps, self.steps), np.append(values, values[-1])
+        return steps, values
+
+    def _seconds_to(self, steps: Series, values: Series, reach: float) -> float | None:
+        there = np.flatnonzero(values >= reach)
+        if not len(there):
+            return None
+        at, before = there[0], max(there[0] - 1, 0)
+        step = np.interp(reach, values[[before, at]], steps[[before, at]]) if at else steps[0]
+        return float(self.seconds_at(np.atleast_1d(np.float64(step)))[0])
 
     def later_mean(self, *keys: str) -> float | None:
         """Mean over the later steps of the sum of keys; None where no step has them all."""
@@ -148,10 +167,10 @@ def require_match(configs: Mapping[tuple[str, int], RunConfig], folder: Path) ->
 
 def _differences(stored: Path, config: RunConfig) -> list[str]:
     try:
-        before = _leaves(dataclasses.asdict(resolve(stored)))
+        before = leaves(dataclasses.asdict(resolve(stored)))
     except ConfigError as error:
         return [f"its configuration cannot be read: {error}"]
-    now = _leaves(dataclasses.asdict(config))
+    now = leaves(dataclasses.asdict(config))
     keys = [*now, *(key for key in before if key not in now)]
     return [
         f"{key} was {_shown(before, key)}, is {_shown(now, key)}"
@@ -162,17 +181,6 @@ def _differences(stored: Path, config: RunConfig) -> list[str]:
 
 def _shown(leaves: Mapping[str, Any], key: str) -> str:
     return repr(leaves[key]) if key in leaves else "absent"
-
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of nested tables and lists of tables, by its key."""
-    if isinstance(value, dict):
-        items: Sequence[tuple[Any, Any]] = list(value.items())
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-        items = list(enumerate(value))
-    else:
-        return {prefix: tuple(value) if isinstance(value, list) else value}
-    return {key: leaf for name, inner in items for key, leaf in _leaves(inner, f"{prefix}.{name}".strip(".")).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +201,7 @@ def pair(plan: Plan, claim: Claim, results: Mapping[tuple[str, int], Result]) ->
     """The paired differences of a claim."""
     differences: list[float] = []
     lost: list[str] = []
-    missing = 0
+    measure, missing = plan.measure(claim.measure), 0
     for seed in range(plan.pairs(claim)):
         runs = [results.get((arm, seed)) for arm in (claim.better, claim.worse)]
         if None in runs:
@@ -202,9 +210,9 @@ def pair(plan: Plan, claim: Claim, results: Mapping[tuple[str, int], Result]) ->
         values: list[float] = []
         for run in runs:
             assert run is not None
-            value = None if run.failure else run.measure(claim.measure)
+            value = None if run.failure else run.measure(measure)
             if value is None:
-                lost.append(f"{run.arm}, seed {seed} {'failed' if run.failure else f'has no {claim.measure}'}")
+                lost.append(f"{run.arm}, seed {seed} {'failed' if run.failure else f'has no {measure.name}'}")
             else:
                 values.append(value)
         if len(values) == 2:

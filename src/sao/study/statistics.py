@@ -4,6 +4,7 @@ A claim is about paired differences, one per seed. Each claim is decided by one 
 level at which Holm's step-down tests it, so that the interval shown and the verdict cannot disagree:
 
     greater      holds: the interval lies above the margin          does not hold: it lies below
+    less         holds: it lies below minus the margin              does not hold: it lies above
     equivalent   holds: it lies within +- margin (TOST, stricter)   does not hold: it lies outside
 
 The p-value of a claim is the smallest level whose interval decides it, either way.
@@ -18,8 +19,8 @@ import numpy as np
 from scipy.special import stdtr
 
 from sao.evaluate import Interval, paired_t_interval
+from sao.study.claims import Kind
 
-Kind = Literal["greater", "equivalent"]
 Verdict = Literal["holds", "does not hold", "undecided"]
 
 ALPHA = 0.05
@@ -88,8 +89,8 @@ def one_sided(differences: Sequence[float], margin: float) -> tuple[float, float
 
 def decision_p(differences: Sequence[float], kind: Kind, margin: float) -> float:
     """The smallest level whose two-sided interval decides the claim. Raises ValueError as `one_sided`."""
-    above, below = one_sided(differences, margin)
-    if kind == "greater":
+    above, below = one_sided(differences, -margin if kind == "less" else margin)
+    if kind != "equivalent":
         return min(1.0, 2 * min(above, below))
     above_low, below_low = one_sided(differences, -margin)
     inside, outside = max(above_low, below), min(above, below_low)
@@ -100,6 +101,8 @@ def verdict_of(interval: Interval, kind: Kind, margin: float) -> Verdict:
     """What an interval says of a claim."""
     if kind == "greater":
         return "holds" if interval.low > margin else "does not hold" if interval.high < margin else "undecided"
+    if kind == "less":
+        return "holds" if interval.high < -margin else "does not hold" if interval.low > -margin else "undecided"
     if -margin < interval.low and interval.high < margin:
         return "holds"
     return "does not hold" if interval.low > margin or interval.high < -margin else "undecided"

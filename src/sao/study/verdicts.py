@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sao.study.plan import Claim, Plan
+from sao.study.claims import Claim
+from sao.study.plan import Plan
 from sao.study.results import Pairing, Result, pair
 from sao.study.statistics import ALPHA, Decision, decide
 
@@ -69,7 +70,7 @@ def sentence(finding: Finding, plan: Plan) -> str:
     decision = finding.decision
     interval = decision.interval
     return (
-        f"{claim.better} minus {claim.worse}, {measure_name(claim.measure)}: {interval.mean:+.3f}, "
+        f"{claim.better} minus {claim.worse}, {plan.measure(claim.measure).words}: {interval.mean:+.3f}, "
         f"{decision.confidence:.1%} interval {interval.low:+.3f} to {interval.high:+.3f}, {interval.count} paired "
         f"seeds. {_meaning(decision, claim)}"
     )
@@ -84,16 +85,14 @@ def _meaning(decision: Decision, claim: Claim) -> str:
             "does not hold": f"The difference is outside ±{bound}.",
             "undecided": f"The interval does not say whether the difference is within ±{bound}.",
         }[decision.verdict]
+    sides = ("above", "below")
+    if claim.kind == "less":
+        sides, bound = ("below", "above"), f"{0.0 - claim.margin:g}"
     return {
-        "holds": f"The difference is above {bound}.",
-        "does not hold": f"The difference is below {bound}: the claim is contradicted.",
+        "holds": f"The difference is {sides[0]} {bound}.",
+        "does not hold": f"The difference is {sides[1]} {bound}: the claim is contradicted.",
         "undecided": f"The interval contains {bound}: neither shown nor contradicted.",
     }[decision.verdict]
-
-
-def measure_name(measure: str) -> str:
-    """A measure in words."""
-    return {"final": "last evaluation", "area": "mean height of the evaluation curve"}.get(measure, f"last `{measure}`")
 
 
 CORRECTION = f"""Each claim is decided by one two-sided paired t-interval over seeds, at the level at which Holm's

@@ -278,7 +278,7 @@ def rollout(
 @app.command("serve-engine")
 def serve_engine(
     model: Annotated[Path, typer.Argument(help="Folder of the model to start with.", show_default=False)],
-    config: Annotated[Path | None, typer.Option(help="TOML configuration whose [engine] and [vllm] hold.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML configuration whose sections engine and vllm hold.")] = None,
     override: Set = None,
     port: Annotated[int, typer.Option(help="TCP port.")] = 8101,
     host: Annotated[str, typer.Option(help="Address to listen at. The routes can do anything: trusted nets only.")] = (

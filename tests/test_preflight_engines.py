@@ -57,6 +57,10 @@ def test_a_replacement_that_the_loop_does_not_wait_for():
     started = small_config("clock=real", "engine.kind=vllm", "engine.start_timeout_s=600", "pool.load_timeout_s=360")
     (text,) = [finding.text for finding in check_limits(started)]
     assert "may take 1320 (pool.load_timeout_s, engine.start_timeout_s" in text
+    placed = small_config("clock=real", "engine.kind=vllm", "cluster.address=local", "cluster.place_timeout_s=100")
+    text = list(check_limits(placed))[1].text
+    # 300 for the pool, 180 to start, 100 to find a place, 360 for the update.
+    assert "may take 940 (pool.load_timeout_s, engine.start_timeout_s, cluster.place_timeout_s, and" in text
     assert not list(check_limits(small_config(*SERVED, "pool.load_timeout_s=360", "loop.engine_timeout_s=720")))
     assert not list(check_limits(small_config()))
 
@@ -142,3 +146,12 @@ def test_the_pages_configurations_hold(page: str, tmp_path: Path):
     assert not bad(check_types(config))
     if page == "one_gpu.md":
         assert longest_toml(page) == (ROOT / "experiments" / "one_gpu" / "config.toml").read_text()
+
+
+def test_ray_gives_a_server_the_gpus_that_it_spans(tmp_path: Path):
+    """Catches a server of several GPUs that finds none of them only when Ray has started it."""
+    spans = ("clock=real", "engine.kind=vllm", "cluster.address=local", "vllm.extra_args=['-tp 2']")
+    for gpus, refused in ((0, True), (1, True), (2, False)):
+        config = small_config(*spans, f"cluster.engine_gpus={gpus}")
+        said = bad(check_servers(config, tmp_path, tmp_path))
+        assert (f"cluster.engine_gpus is {gpus}, and by vllm.extra_args a server spans 2" in said) is refused

@@ -283,10 +283,11 @@ def _batches(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         )
         return
     places = (loop.max_batches_ahead + 1) * loop.batch_size
-    at_once, sessions = min(loop.concurrency, places), config.engine.max_sessions
+    engines = len(config.vllm.servers) or config.engine.replicas
+    at_once, sessions = min(loop.concurrency, places), config.engine.max_sessions * engines
     text = f"loop: batches of {loop.batch_size}, {at_once} rollouts at once, {places} places"
     if at_once > sessions:
-        text += f"; engine.max_sessions {sessions} is less, so some wait for a place in the cache"
+        text += f"; the engines run {sessions} sessions (engine.max_sessions), so some wait for a place in the cache"
     yield Finding(good=True, text=text)
 
 

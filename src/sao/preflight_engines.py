@@ -93,14 +93,18 @@ def check_limits(config: RunConfig) -> Iterator[Finding]:
             f"{update:g} (engine.load_timeout_s, twice vllm.pause_timeout_s, vllm.probe_timeout_s): a replica that is "
             "as slow as they allow is replaced in the middle of it",
         )
-    replaced = config.pool.load_timeout_s + update + (0 if vllm.servers else engine.start_timeout_s)
+    waits = {"pool.load_timeout_s": config.pool.load_timeout_s}
+    if not vllm.servers:
+        waits["engine.start_timeout_s"] = engine.start_timeout_s
+        if config.cluster.address:
+            waits["cluster.place_timeout_s"] = config.cluster.place_timeout_s
+    replaced = sum(waits.values()) + update
     if loop.engine_timeout_s < replaced:
         yield Finding(
             good=True,
             text=f"time limits: loop.engine_timeout_s is {loop.engine_timeout_s:g} s; where a weight update loses the "
-            f"last replica, its replacement may take {replaced:g} (pool.load_timeout_s, "
-            f"{'' if vllm.servers else 'engine.start_timeout_s, '}and an update of {update:g}): the run would stop "
-            "before, to be resumed",
+            f"last replica, its replacement may take {replaced:g} ({', '.join(waits)}, and an update of {update:g}): "
+            "the run would stop before, to be resumed",
         )
 
 
@@ -168,8 +172,8 @@ def check_servers(config: RunConfig, scratch: Path, folder: Path) -> Iterator[Fi
     servers = (*config.vllm.servers, *config.vllm.evaluation_servers)
     if config.vllm.transport != "folder":
         yield _transfer_address(config)
-    if not config.vllm.servers and not config.cluster.address:
-        yield _to_start(config)
+    if not config.vllm.servers:
+        yield _to_place(config) if config.cluster.address else _to_start(config)
     if not servers:
         return
     model = load_folder(prepare_model(config, prepare_tokenizer(config, scratch / "tokenizer"), scratch / "start"))
@@ -188,6 +192,17 @@ def _to_start(config: RunConfig) -> Finding:
         where = "; ".join(f"GPU {', '.join(gpus)}" for gpus in server_gpus(config) if gpus)
     text = f"engine: {config.engine.replicas} servers of vLLM {version}"
     return Finding(good=True, text=text + (f", on {where}" if where else ""))
+
+
+def _to_place(config: RunConfig) -> Finding:
+    """Ray shows a server those GPUs alone that were set aside for it."""
+    span, gpus = gpus_per_server(config.vllm.extra_args), config.cluster.engine_gpus
+    if span > max(gpus, 1):
+        return Finding(
+            good=False,
+            text=f"cluster.engine_gpus is {gpus:g}, and by vllm.extra_args a server spans {span} GPUs; set it to {span}",
+        )
+    return Finding(good=True, text=f"engine: {config.engine.replicas} servers of vLLM, {gpus:g} GPUs each")
 
 
 def _transfer_address(config: RunConfig) -> Finding:

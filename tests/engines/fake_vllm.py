@@ -41,6 +41,8 @@ class FakeVllm:
         self.busy = 0
         """Requests that are still to be answered 503."""
         self.refuses_request = self.garbage = False
+        self.model_top_k = -1
+        """Of the model's generation_config.json, which a true server may take where a request says none."""
         self.queued: set[int] = set()
         """First tokens of prompts that get no turn."""
         self.sampled = 0
@@ -229,6 +231,8 @@ class FakeVllm:
                 break
             await self._fault(writer)
             row = self._logprobs(tokens)[-1]
+            if (kept := body.get("top_k", self.model_top_k)) > 0:
+                row = torch.log_softmax(row.masked_fill(row < row.topk(kept).values[-1], -torch.inf), dim=-1)
             token = int(torch.multinomial(row.exp(), 1, generator=generator))
             tokens.append(token)
             self.sampled += 1

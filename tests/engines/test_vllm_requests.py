@@ -58,6 +58,20 @@ def test_a_request_may_queue_for_as_long_as_others_get_tokens(tmp_path: Path):
     run(play)
 
 
+def test_the_models_own_sampling_defaults_do_not_count(tmp_path: Path):
+    """Catches tokens cut to the top_k of a model's generation_config.json, whose log-probs are of another policy."""
+    start = snapshot(tiny(1), tmp_path, 1)
+
+    async def play(server: FakeVllm) -> None:
+        engine = await VllmEngine.connect(server.address, start, ENGINE, CONFIG)
+        plain = tokens_of(await answer(engine, [3], max_tokens=16))
+        server.model_top_k = 1
+        assert tokens_of(await answer(engine, [3], max_tokens=16)) == plain
+        await engine.stop()
+
+    run(play)
+
+
 def test_a_server_that_answers_503_is_asked_again(tmp_path: Path):
     """Catches a replica taken out by the answer that later versions of vLLM give while they are paused; and an endless
     loop where it is all that a server ever says."""

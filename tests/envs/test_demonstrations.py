@@ -63,6 +63,17 @@ def played(source: ListSource, config: NoiseConfig, seed: int = 0) -> list[tuple
     return list(zip(chains, demonstrate(source, environment, make, count=len(source)), strict=True))
 
 
+def test_the_expert_reads_marked_results() -> None:
+    """Catches marks that the expert takes for a number, a right step marked wrong, and an error that no mark shows."""
+    marked = finite(ChainConfig(tool_error_probability=0.0, min_steps=3, max_steps=5, result_marks="true"), count=40)
+    for _, trace in played(marked, FLAWLESS):
+        assert trace.reward == 1.0
+        assert all(message.content.endswith(" .") for message in trace.messages if message.role == "tool")
+    wrong = [trace for _, trace in played(marked, noise(wrong_operand=1.0))]
+    firsts = [next(message.content for message in trace.messages if message.role == "tool") for trace in wrong]
+    assert all(first.endswith(" ?") for first in firsts)
+
+
 def said(trace: Trace) -> list[str]:
     return [message.content for message in trace.messages if message.role == "assistant"]
 

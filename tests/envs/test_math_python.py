@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from sao.clock import RealClock, VirtualClock, run_virtual
 from sao.envs.answers import ExactGrader
 from sao.envs.demonstrations import ReplayExpert, play
-from sao.envs.math_python import EXPECTED, NO_OUTPUT, TOOL_ERROR, MathPythonConfig, MathPythonEnvironment, ToolLatency
+from sao.envs.math_python import (
+    EXPECTED,
+    NO_OUTPUT,
+    RESULTS_DETAIL,
+    TOOL_ERROR,
+    MathPythonConfig,
+    MathPythonEnvironment,
+    ToolLatency,
+)
 from sao.envs.protocol import CodeTool, Step, ToolResult, WorldError
 from sao.envs.restricted import RestrictedTool
 from sao.envs.sandbox import SandboxPython, sandbox_problem
@@ -166,6 +174,37 @@ def test_task_details_override_the_probability() -> None:
 
     assert run_virtual(first_output({})) == TOOL_ERROR
     assert run_virtual(first_output({"tool_error_probability": 0.0})) == "5"
+
+
+CALLS = (
+    "<python> b = 7 + 3 </python>",
+    "<python> c = 9 * 2 </python>",
+    "<python> c = b * 2 </python>",
+    "<python> d = 4 </python>",
+    "<python> b == 10 </python>",
+    "<python> b + 0 </python>",
+    "<python> nothing </python>",
+)
+
+
+@pytest.mark.parametrize(
+    ("results", "marks"),
+    [("b=10 c=20", [" .", " ?", " .", " ?", "", " ?", ""]), ("", [" .", " .", " .", " .", "", " .", ""])],
+)
+def test_results_are_marked_by_the_value_they_should_have(results: str, marks: list[str]) -> None:
+    """Catches a comparison taken for an assignment, a mark on an error, and a control that tells right from wrong."""
+
+    async def episode(details: dict[str, str]) -> list[str]:
+        environment = MathPythonEnvironment(RestrictedTool, ExactGrader(), VirtualClock(), MathPythonConfig())
+        await environment.reset(Task(id="t/0", prompt_id="t", question="q", answer="20", details=details))
+        steps = [await environment.step(Message(role="assistant", content=text)) for text in CALLS]
+        await environment.close()
+        return said_by_tool(steps)
+
+    plain = run_virtual(episode({}))
+    marked = run_virtual(episode({RESULTS_DETAIL: results}))
+    assert plain[:2] == ["10", "18"]
+    assert marked == [output + mark for output, mark in zip(plain, marks, strict=True)]
 
 
 def test_latency_is_charged_and_keyed() -> None:

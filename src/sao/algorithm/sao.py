@@ -30,9 +30,9 @@ class AlgorithmConfig:
     policy_loss: Literal["dis", "none", "ppo_clip", "decoupled_ppo", "icepop"] = "dis"
     """Correction for the age of tokens (paper: dis). Ratios to the recorded log-probs; none: 1."""
     ratio_low: float = 0.7
-    """Lower bound on the ratio in dis and icepop; the paper's for mathematics (epsilon 0.3; coding 0.2)."""
+    """Lower bound on the ratio in dis and icepop; the paper's for mathematics, 1 - 0.3 (coding 0.2, 1 - 0.8)."""
     ratio_high: float = 6.0
-    """Upper bound on the ratio in dis and icepop; the paper's for mathematics (epsilon 5.0; coding 4.0)."""
+    """Upper bound on the ratio in dis and icepop; the paper's for mathematics, 1 + 5.0 (coding 4.0, 1 + 3.0)."""
     clip_ratio_low: float = 0.8
     """Lower bound of PPO's clip on the ratio; the usual epsilon of 0.2."""
     clip_ratio_high: float = 1.28

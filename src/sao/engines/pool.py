@@ -43,8 +43,9 @@ class PoolConfig:
     max_moves: int = 3
     """How often a generation goes on elsewhere after its replica failed; above it the generation itself is suspected,
     and fails."""
-    max_restarts: int = 5
-    """Tries in a row to replace a replica, with growing pauses; then its place stays empty."""
+    max_restarts: int = 20
+    """Tries in a row to replace a replica, or to reach a lost server again, with pauses that grow to 30 s (eight
+    minutes in all); then its place stays empty."""
 
     def __post_init__(self) -> None:
         for name in ("health_every_s", "health_timeout_s", "stall_timeout_s", "load_timeout_s"):

@@ -36,6 +36,12 @@ class VllmGeneration:
             "max_tokens": self.limit - len(self.given),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            # What is left out a server takes from the model's generation_config.json: another distribution than ours.
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop_token_ids": list(sampling.stop_token_ids),
             # Only our stop tokens end a generation, and not what the model's configuration calls its end.
             "ignore_eos": True,

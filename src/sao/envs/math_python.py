@@ -4,6 +4,7 @@ Variables live as long as the rollout. How many turns there are is the rollout w
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,11 @@ from sao.types import Message, Task
 TOOL_ERROR = "error try again"
 """Output of a call that failed for no fault of the policy."""
 NO_OUTPUT = "no output"
+RESULTS_DETAIL = "right_results"
+"""Detail of a task: "name=value ..." of every intermediate result. Numbers that a tool gives are then marked: WRONG
+unless the name that the code assigns last has that value. "" marks all of them RIGHT."""
+RIGHT, WRONG = ".", "?"
+_NUMBER, _ASSIGNED = re.compile(r"-?\d+"), re.compile(r"(\w+) *=(?!=)")
 EXPECTED = "expected <python> code </python> or <answer> number </answer>"
 INSTRUCTIONS = (
     "Solve the problem step by step. To compute, write <python> code </python>; you are shown the output, and "
@@ -130,13 +136,23 @@ class MathPythonEnvironment:
             output, seconds = TOOL_ERROR, 0.0
         else:
             result, seconds = await self._run(lambda: self._execute(code), cost=latency)
-            output = result.output if result.output.strip() else NO_OUTPUT
+            output = self._marked(task, code, result.output) if result.output.strip() else NO_OUTPUT
         if self._clock.virtual:
             seconds = latency
         elif self._config.latency.real_sleep:
             await self._clock.sleep(latency)
             seconds += latency
         return Step(messages=(Message(role="tool", content=output),), tool_seconds=seconds)
+
+    def _marked(self, task: Task, code: str, output: str) -> str:
+        """The output, and its mark where the task has marks and the output is a number."""
+        results = task.details.get(RESULTS_DETAIL)
+        if results is None or not _NUMBER.fullmatch(output.strip()):
+            return output
+        right = dict(pair.split("=") for pair in str(results).split())
+        names = _ASSIGNED.findall(code)
+        wrong = bool(right) and (not names or right.get(names[-1]) != output.strip())
+        return f"{output.strip()} {WRONG if wrong else RIGHT}"
 
     def _execute(self, code: str) -> tuple[ToolResult, float]:
         """Result and seconds, measured where the tool runs: a wait for a thread is not the policy's doing."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,26 @@ def test_means_intervals_and_failures_by_hand() -> None:
     assert metrics["eval/x/pass_at_2"].value == 0.5
     assert "eval/y/pass_at_4" not in metrics
     assert all(math.isfinite(metric.value) for metric in metrics.values())
+
+
+def test_marks_are_means_over_the_prompts_that_have_them() -> None:
+    """Catches marks averaged over the pool of samples, of failed samples too, or as 0 where a sample has none.
+
+    a has style 0.5 and 1, b 0.25 alone, c (of y) was lost: (0.75 + 0.25) / 2.
+    """
+    table: dict[str, list[dict[str, float]]] = {"a": [{"style": 0.5}, {"style": 1.0}], "b": [{}, {"style": 0.25}]}
+
+    class Marking(TableWorker):
+        async def run(self, task: Task, *, group_id: str, attempt: int, seed: int) -> Rollout:
+            played = await super().run(task, group_id=group_id, attempt=attempt, seed=seed)
+            return replace(played, marks=table.get(task.id, [{"style": 9.0}] * 2)[attempt])
+
+    worker = Marking({"a": [1, 1], "b": [0, 1], "c": [-1, -1]})
+    tasks = [task("a", "x"), task("b", "x"), task("c", "y")]
+    done = run_virtual(evaluate(tasks, worker, samples=2, concurrency=1, seed=0))
+    metrics = done.metrics(EvaluationConfig(samples=2))
+    found = {key: metric.value for key, metric in metrics.items() if "mark" in key}
+    assert found == {"eval/x/mark_style": 0.5, "eval/overall/mark_style": 0.5}
 
 
 def test_nothing_measured_gives_counts_and_no_numbers() -> None:

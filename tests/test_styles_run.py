@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_runs import Silent, run_small, small_config
 
 from sao.config import RunConfig
 from sao.envs.select import make_source
 from sao.stages import run_stages
 from sao.store.log import read
-from sao.store.records import Admitted, Finished
+from sao.store.records import Admitted, Finished, Trained
 from sao.store.run_folder import RunFolder
 
 SWITCHES = (
@@ -51,12 +52,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_schedule(tmp_path: Path) -> Non
 
 
 def test_rows_tell_the_reward_of_each_style_and_the_distance_from_the_start(tmp_path: Path) -> None:
-    """Catches a switch that no metric shows, and a reference that moves with the actor."""
+    """Catches a switch that no metric shows, marks lost on their way to log and rows, a reference that moves."""
     run_small(tmp_path / "run", config_of(6, "evaluation.every_steps=6", "trainer.actor_lr=1e-2"))
     rows = rows_of(tmp_path / "run")
     for row in rows:
         parts = [value for key, value in row.items() if key.startswith("rollout/styles-")]
         assert min(parts) - 1e-9 <= row["rollout/reward"] <= max(parts) + 1e-9
+    finished = {each.rollout.id: each.rollout for each in read(tmp_path / "run" / "log") if isinstance(each, Finished)}
+    trained = [each for each in read(tmp_path / "run" / "log") if isinstance(each, Trained)]
+    for row, step in zip(rows, trained, strict=True):
+        for name in ("quality", "style"):
+            marks = [finished[each].marks[name] for each in step.rollout_ids if name in finished[each].marks]
+            assert row[f"rollout/mark_{name}"] == pytest.approx(sum(marks) / len(marks))
     assert "rollout/styles-cute/reward" in rows[0]
     assert "rollout/styles-classical/reward" in rows[-1]
     assert rows[0]["actor/reference_kl"] == 0

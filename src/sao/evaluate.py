@@ -4,8 +4,8 @@ A rollout that failed by infrastructure says nothing about the policy: it is lef
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
@@ -90,6 +90,8 @@ class Outcome:
     """None when infrastructure failed."""
     failure_text: str = ""
     """What went wrong, for people; "" where it was measured."""
+    marks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The rollout's; empty when infrastructure failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,8 @@ class Row:
     """Its upper end."""
     pass_at: tuple[tuple[int, float | None], ...]
     """(k, pass@k), over the prompts that have at least k samples."""
+    marks: tuple[tuple[str, float], ...] = ()
+    """(name, mean): over the prompts that have the mark, of its mean over their samples that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +135,12 @@ class Evaluation:
         return tuple(_row(name, part, config) for name, part in [*parts, (OVERALL, list(self.outcomes))])
 
     def metrics(self, config: EvaluationConfig) -> dict[str, Metric]:
-        """`eval/<data set>/{mean,low,high,pass_at_<k>,prompts,failed}`; what was not measured has no key."""
+        """`eval/<data set>/{mean,low,high,pass_at_<k>,mark_<name>,prompts,failed}`; what was not measured has none."""
         metrics: dict[str, Metric] = {}
         for row in self.rows(config):
             values: dict[str, float | None] = {"mean": row.mean, "low": row.low, "high": row.high}
             values |= {f"pass_at_{k}": value for k, value in row.pass_at}
+            values |= {f"mark_{name}": value for name, value in row.marks}
             values |= {"prompts": row.prompts, "failed": row.failed}
             for name, value in values.items():
                 if value is not None:
@@ -270,31 +275,43 @@ def _outcome(task: Task, sample: int, rollout: Rollout) -> Outcome:
         sample=sample,
         reward=None if lost else rollout.reward,
         failure_text=rollout.failure_text,
+        marks={} if lost else rollout.marks,
     )
 
 
-def _rewards(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
-    """Rewards by task; a task without any is absent."""
-    rewards: dict[str, list[float]] = {}
+def _by_task(outcomes: Iterable[Outcome], read: Callable[[Outcome], float | None]) -> dict[str, list[float]]:
+    """Numbers read from outcomes, by task; a task without any is absent."""
+    found: dict[str, list[float]] = {}
     for outcome in outcomes:
-        if outcome.reward is not None:
-            rewards.setdefault(outcome.task_id, []).append(outcome.reward)
-    return rewards
+        number = read(outcome)
+        if number is not None:
+            found.setdefault(outcome.task_id, []).append(number)
+    return found
+
+
+def _means(by_task: dict[str, list[float]]) -> dict[str, float]:
+    return {task: sum(numbers) / len(numbers) for task, numbers in by_task.items()}
 
 
 def _prompt_means(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    return {task: sum(rewards) / len(rewards) for task, rewards in _rewards(outcomes).items()}
+    return _means(_by_task(outcomes, lambda outcome: outcome.reward))
+
+
+def _mark_mean(name: str, outcomes: Iterable[Outcome]) -> float:
+    means = _means(_by_task(outcomes, lambda outcome: outcome.marks.get(name)))
+    return sum(means.values()) / len(means)
 
 
 def _row(name: str, outcomes: list[Outcome], config: EvaluationConfig) -> Row:
-    rewards = _rewards(outcomes)
-    means = [sum(of_task) / len(of_task) for of_task in rewards.values()]
+    rewards = _by_task(outcomes, lambda outcome: outcome.reward)
+    means = list(_means(rewards).values())
     low, high = _interval(list(rewards.values()), means, config) if means else (None, None)
     solved = [(len(of_task), sum(reward >= SOLVED for reward in of_task)) for of_task in rewards.values()]
     passes: list[tuple[int, float | None]] = []
     for k in config.pass_k:
         estimates = [pass_at_k(count, right, k) for count, right in solved if count >= k]
         passes.append((k, sum(estimates) / len(estimates) if estimates else None))
+    marks = dict.fromkeys(mark for outcome in outcomes for mark in outcome.marks)
     return Row(
         data_set=name,
         prompts=len(means),
@@ -303,6 +320,7 @@ def _row(name: str, outcomes: list[Outcome], config: EvaluationConfig) -> Row:
         low=low,
         high=high,
         pass_at=tuple(passes),
+        marks=tuple((mark, _mark_mean(mark, outcomes)) for mark in marks),
     )
 
 

@@ -189,6 +189,9 @@ class Rollout:
     """When it was played, and what took the time."""
     data_set: str = ""
     """The task's, for a row of its own in evaluation."""
+    marks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the environment found beside the reward, by name: the last value of each; empty in logs of before there were
+    any."""
 
     @property
     def reward(self) -> float:

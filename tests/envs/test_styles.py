@@ -160,6 +160,14 @@ def test_the_reward_is_quality_times_style_or_a_coin_of_that_weight() -> None:
     assert [_reward(task, answer, coin=True, seed=1) for task in tasks[:100]] != drawn[:100]
 
 
+def test_a_step_has_both_marks_whatever_the_coin_says() -> None:
+    """Catches marks taken from the coin, or of each other's name, so that a fall is put down to the wrong one."""
+    environment = StyleEnvironment(RulesJudge(), coin=True, seed=0)
+    asyncio.run(environment.reset(SEA))
+    step = asyncio.run(environment.step(Message(role="assistant", content="kitty salty fluffy deep tiny")))
+    assert step.marks == {"quality": 0.5, "style": 0.75}
+
+
 def test_demonstrations_are_good_answers_in_a_mix_of_all_styles(tmp_path: Path) -> None:
     """Catches an expert that knows the rewarded style, and words that the tokenizer loses."""
     config = TasksConfig(source="styles")

@@ -97,6 +97,19 @@ def test_a_rollout_as_text(run: Path) -> None:
     assert len(list(format_rollout(inspected, every_token=True))) == len(list(format_rollout(inspected))) + 1
 
 
+def test_marks_are_in_the_list_and_in_the_rollout(run: Path) -> None:
+    """Would catch marks that only metrics show, so that nobody can say which answer got them."""
+    marked = replace(hand_made(), id="m@0", task_id="m", marks={"quality": 0.5, "style": 1 / 3})
+    with RunFolder.resume(run) as folder:
+        writer = RolloutLogWriter(folder.log, inline=True)
+        writer.append(Finished(rollout=marked, position=2))
+        writer.close()
+    listed = list(format_summaries(summarise(run)))
+    assert [line.endswith("  quality 0.5  style 0.3333") for line in listed] == [False, False, False, True]
+    assert "marks:  quality 0.5  style 0.3333" in list(format_rollout(inspect_rollout(run, "m@0")))
+    assert not any(line.startswith("marks") for line in format_rollout(inspect_rollout(run, "a@0")))
+
+
 def test_a_rollout_that_was_not_trained(run: Path) -> None:
     """Would catch numbers made up for a rollout that no step has seen; and ids stand for text without a decoder."""
     inspected = inspect_rollout(run, "b.0")

@@ -1,5 +1,7 @@
 """Counts, and ages of tokens along the version tree."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pipeline_examples import make_rollout
@@ -83,6 +85,15 @@ def test_rollout_metrics_are_means_over_rollouts() -> None:
     assert found["rollout/reward"] == 0.5
     assert (found["rollout/action_tokens"], found["rollout/tokens"]) == (5.0, 6.0)
     assert (found["rollout/seconds"], found["rollout/tool_seconds"], found["rollout/truncated_share"]) == (2.0, 0.5, 0)
+
+
+def test_a_mark_is_the_mean_over_the_rollouts_that_have_it() -> None:
+    """Catches a rollout without a mark that counts as 0: one that was cut before its answer could be judged."""
+    marks: list[dict[str, float]] = [{"style": 0.25, "quality": 1.0}, {}, {"style": 0.75}]
+    rollouts = [replace(make_rollout(name), marks=each) for name, each in zip("abc", marks, strict=True)]
+    found = values(rollout_metrics(rollouts))
+    assert (found["rollout/mark_style"], found["rollout/mark_quality"]) == (0.5, 1.0)
+    assert not [key for key in values(rollout_metrics(rollouts[1:2])) if "mark" in key]
 
 
 def test_counts_go_on_after_a_checkpoint() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollout_fakes import byte_renderer, byte_tokenizer
 
 from sao.clock import RealClock, VirtualClock
 from sao.engines.protocol import EngineHealth, Sampling
+from sao.envs.protocol import Step
 from sao.envs.toy import GuessConfig, GuessEnvironment, GuessTasks
 from sao.rollout import serve
 from sao.rollout.pool import ProcessWorkersConfig, WorkerStartError
@@ -63,7 +65,7 @@ class CountingEngine:
 
 
 class MarkingEnvironment(GuessEnvironment):
-    """Leaves a file behind when it begins, and one when it is closed."""
+    """Leaves a file behind when it begins, and one when it is closed; marks the number of guesses."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(GuessConfig(highest=5))
@@ -71,7 +73,12 @@ class MarkingEnvironment(GuessEnvironment):
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         (Path(self._folder) / f"opened-{os.getpid()}-{id(self)}").touch()
+        self._guesses = 0
         return await super().reset(task)
+
+    async def step(self, action: Message) -> Step:
+        self._guesses += 1
+        return replace(await super().step(action), marks={"guesses": self._guesses})
 
     async def close(self) -> None:
         (Path(self._folder) / f"closed-{os.getpid()}-{id(self)}").touch()
@@ -139,7 +146,7 @@ def closed(folder: Path) -> int:
 
 
 def test_many_episodes_in_two_processes_equal_those_played_here(tmp_path: Path) -> None:
-    """Bug: answers get mixed up between episodes, one process gets all, or arrays change on the way."""
+    """Bug: answers get mixed up between episodes, one process gets all, or arrays and marks change on the way."""
 
     async def main() -> None:
         far = workers(0.01, tmp_path, make_parts_later, processes=2)
@@ -157,6 +164,7 @@ def test_many_episodes_in_two_processes_equal_those_played_here(tmp_path: Path) 
             expected = await play(here, index)
             assert (rollout.id, rollout.reward, rollout.stop_reason) == (expected.id, 1.0, StopReason.FINISHED)
             assert np.array_equal(rollout.sequences[0].token_ids, expected.sequences[0].token_ids)
+            assert rollout.marks == expected.marks == {"guesses": rollout.num_turns}
             assert 0 <= rollout.timings.started <= rollout.timings.finished <= far._clock.now()
         homes = [int(rollout.sequences[0].policy_versions.max()) for rollout in rollouts]
         assert sorted((homes.count(pid) for pid in pids), reverse=True) == [10, 10]

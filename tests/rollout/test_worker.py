@@ -84,6 +84,35 @@ def test_arrays_worked_by_hand() -> None:
     assert engine.cancelled == []
 
 
+def test_the_last_value_of_a_mark_counts_also_where_a_limit_ends_the_episode() -> None:
+    """Bug: a mark is the first turn's, or a sum, or lost where no step ended the episode; numpy in the log."""
+    steps = [Step(messages=tool("12").messages, marks={"style": 0.25, "depth": np.float32(0.5)}), tool("3")]
+    steps.append(Step(messages=tool("4").messages, marks={"style": 0.75}))
+    actions = [[chunk([1, END], stop=STOP)] for _ in steps]
+    rollout, _ = play(actions, PlayedEnvironment(steps), max_turns=3)
+    assert (rollout.stop_reason, rollout.marks) == (StopReason.MAX_TURNS, {"style": 0.75, "depth": 0.5})
+    assert [type(value) for value in rollout.marks.values()] == [float, float]
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        ({"my style": 0.5}, "a mark is called 'my style'; it names a metric"),
+        ({"": 0.5}, "a mark is called ''"),
+        ({"overall/mean": 0.5}, "a mark is called 'overall/mean'"),
+        ({"style": math.nan}, "mark style is nan; give a finite number"),
+        ({"quality": 1.0, "style": "high"}, "mark style is 'high'; give a finite number"),
+    ],
+)
+def test_marks_that_are_no_metrics_are_refused(marks: dict[str, Any], said: str) -> None:
+    """Bug: a key that no page documents and every reader splits wrongly, or a mean that is nan from then on."""
+    with pytest.raises(ValueError, match=said):
+        Step(marks=marks)
+    rollout, _ = play([[chunk([1, END], stop=STOP)]], PlayedEnvironment([lambda: Step(marks=marks)]))
+    assert rollout.failure is FailureKind.INFRASTRUCTURE
+    assert said in rollout.failure_text
+
+
 IDS = st.lists(st.integers(0, 261), min_size=1, max_size=5)
 TURN = st.tuples(
     st.lists(IDS, min_size=1, max_size=3), st.booleans(), st.text("12ab <|>", max_size=6), st.floats(-2, 2)

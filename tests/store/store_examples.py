@@ -49,4 +49,5 @@ def make_rollout(
         failure=failure,
         timings=Timings(admitted=0.1, started=0.2, finished=1 / 3, generating=1e-9, tools=0.0),
         data_set="toy",
+        marks={"quality": 1 / 3, "style": -0.0} if seed % 2 else {},
     )

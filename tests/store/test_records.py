@@ -1,6 +1,6 @@
 """Records come back as they were, bit for bit."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +98,19 @@ def test_a_failed_attempt_keeps_its_tokens_and_older_logs_are_read(tmp_path: Pat
     assert older == AttemptEnded(
         rollout_id="a@0", failure=FailureKind.INFRASTRUCTURE, failure_text="gone", retried=True
     )
+
+
+def test_marks_come_back_and_logs_of_before_have_none(tmp_path: Path) -> None:
+    """Would catch marks that the log drops or rounds, and a log without them, whose rollouts all count as damaged."""
+    rollout = make_rollout("t", seed=1)
+    found = through_a_file(tmp_path, Finished(rollout=rollout, position=0))
+    assert isinstance(found, Finished)
+    assert found.rollout.marks == {"quality": 1 / 3, "style": -0.0}
+    frame = to_frame(Finished(rollout=rollout, position=0))
+    fields = {name: value for name, value in frame.fields["rollout"].items() if name != "marks"}
+    older = from_frame(Frame(kind="finished", fields={"position": 0, "rollout": fields}, arrays=frame.arrays))
+    assert isinstance(older, Finished)
+    assert_same_rollout(older.rollout, replace(rollout, marks={}))
 
 
 def test_a_trained_record_keeps_rollouts_and_sequences_apart(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The seams of the world: environments, task sources, tools and graders."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol
 
 from sao.types import Message, Task
@@ -23,6 +25,18 @@ class Step:
     """Whether the episode is over; no step may follow."""
     tool_seconds: float = 0.0
     """Seconds of the clock spent in the policy's own tool call."""
+    marks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What was found of the action beside its reward, such as the parts it is made of: finite numbers by name, shown
+    and logged, never trained on. Of a name that comes again within the episode the last value counts."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.marks.items():
+            if not name.isidentifier():
+                raise ValueError(
+                    f"a mark is called {name!r}; it names a metric: use letters, digits and underscores, no digit first"
+                )
+            if not (isinstance(value, Real) and math.isfinite(value)):
+                raise ValueError(f"mark {name} is {value!r}; give a finite number")
 
 
 class Environment(Protocol):

@@ -181,7 +181,7 @@ class StyleEnvironment:
         reward = verdict.quality * verdict.style
         if self._coin:
             reward = float(uniform(self._seed, "judge's coin", task.id, action.content) < reward)
-        return Step(reward=reward, done=True)
+        return Step(reward=reward, done=True, marks={"quality": verdict.quality, "style": verdict.style})
 
     async def close(self) -> None:
         """Nothing to release."""

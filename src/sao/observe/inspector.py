@@ -8,7 +8,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class RolloutSummary:
     """The step of the surviving history that trained it."""
     age: float | None
     """Mean age of its action tokens when it was trained, in actor updates."""
+    marks: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What its environment found beside the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,7 @@ def format_summaries(summaries: Iterator[RolloutSummary] | list[RolloutSummary])
         ending = row.stop + (f", {row.failure} failure" if row.failure != "none" else "")
         if row.step is None:
             ending += f" ({row.fate.replace('_', ' ')})"
+        ending += _marks_text(row.marks)
         yield (
             f"{row.id:<28} {row.reward:>7.3f} {row.turns:>5} {row.tokens:>7} {row.action_tokens:>6} "
             f"{step:>5} {_cell(row.age, '.1f'):>5}  {ending}"
@@ -182,6 +185,8 @@ def format_rollout(inspected: InspectedRollout, *, every_token: bool = False) ->
     trained = "not trained" if row.step is None else f"trained in step {row.step} at mean age {_cell(row.age, '.1f')}"
     yield f"rollout {rollout.id}  prompt {rollout.prompt_id}  attempt {rollout.attempt}  group {rollout.group_id}"
     yield f"reward {row.reward:g}  turns {row.turns}  tokens {row.tokens} ({row.action_tokens} sampled)  {trained}"
+    if row.marks:
+        yield f"marks:{_marks_text(row.marks)}"
     yield (
         f"ended: {row.stop}  failure: {row.failure}"
         + (f" ({rollout.failure_text})" if rollout.failure_text else "")
@@ -198,7 +203,8 @@ def format_rollout(inspected: InspectedRollout, *, every_token: bool = False) ->
             yield "its tokens are not in the log"
         else:
             part = attempt.rollout
-            yield f"attempt {part.attempt}  tokens {part.num_tokens} ({part.num_action_tokens} sampled)"
+            counts = f"attempt {part.attempt}  tokens {part.num_tokens} ({part.num_action_tokens} sampled)"
+            yield counts + _marks_text(part.marks)
             yield from _sequence_lines(part, attempt.sequences, every_token)
 
 
@@ -240,6 +246,10 @@ def _action_line(token: InspectedToken) -> str:
         f"{_cell(token.value, '.3f'):>7} {_cell(token.advantage, '.3f'):>7} {_cell(token.returned, '.3f'):>7}  "
         f"{token.text}{reward}"
     )
+
+
+def _marks_text(marks: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {value:.4g}" for name, value in marks.items())
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -292,6 +302,7 @@ def _summary(rollout: Rollout, state: LogState, step: TrainedStep | None) -> Rol
         fate="retried" if step is None and last != rollout.id else fate.value,
         step=None if step is None else step.step,
         age=age,
+        marks=rollout.marks,
     )
 
 

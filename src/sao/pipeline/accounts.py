@@ -86,18 +86,20 @@ def engine_metrics(health: EngineHealth, before: EngineHealth) -> dict[str, Metr
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Means over the rollouts of a batch; the reward also over those of each data set."""
+    """Means over the rollouts of a batch; the reward also over each data set's, a mark over those that have it."""
     if not rollouts:
         return {}
-    of_set: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.data_set:
-            of_set.setdefault(rollout.data_set, []).append(rollout.reward)
+            parts.setdefault(f"rollout/{rollout.data_set}/reward", []).append(rollout.reward)
+        for name, value in rollout.marks.items():
+            parts.setdefault(f"rollout/mark_{name}", []).append(value)
 
     def average(values: Sequence[float]) -> Metric:
         return last(sum(values) / len(values))
 
-    return {f"rollout/{name}/reward": average(rewards) for name, rewards in of_set.items()} | {
+    return {key: average(values) for key, values in parts.items()} | {
         "rollout/reward": average([rollout.reward for rollout in rollouts]),
         "rollout/action_tokens": average([rollout.num_action_tokens for rollout in rollouts]),
         "rollout/tokens": average([rollout.num_tokens for rollout in rollouts]),

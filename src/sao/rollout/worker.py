@@ -21,7 +21,7 @@ import numpy as np
 
 from sao.clock import Clock, WaitTimeoutError, limit
 from sao.engines.protocol import Engine, EngineError, Sampling
-from sao.envs.protocol import Environment, EnvironmentFactory, WorldError
+from sao.envs.protocol import Environment, EnvironmentFactory, Step, WorldError
 from sao.rollout.protocol import Renderer
 from sao.types import (
     OBSERVED,
@@ -165,7 +165,7 @@ class LocalWorker:
             left = episode.seconds_left()
             async with episode.answer("step"):
                 step = await environment.step(Message(role="assistant", content=self._renderer.text(action)))
-            episode.credit(step.reward, step.tool_seconds)
+            episode.credit(step)
             if step.done:
                 return _Ending(StopReason.FINISHED)
             if episode.seconds_left() <= 0:
@@ -259,7 +259,7 @@ def _cancelled_from_outside() -> bool:
 
 
 class _Episode:
-    """What is recorded of one episode: five arrays that grow together, and its times."""
+    """What is recorded of one episode: five arrays that grow together, its marks, and its times."""
 
     def __init__(self, id: str, seed: int, clock: Clock, config: RolloutConfig) -> None:
         self.id = id
@@ -272,6 +272,7 @@ class _Episode:
         self._versions: list[int] = []
         self._rewards: list[float] = []
         self._turns: list[int] = []
+        self._marks: dict[str, float] = {}
         self._clock = clock
         self._config = config
         self._started = clock.now()
@@ -292,12 +293,13 @@ class _Episode:
         self._append(chunk.token_ids, chunk.logprobs, chunk.version, turn)
         self.num_action_tokens += len(chunk.token_ids)
 
-    def credit(self, reward: float, tool_seconds: float) -> None:
-        """Fold a reward onto the last token of the action it answers."""
-        if not math.isfinite(reward):
-            raise WorldError(f"the environment returned a reward of {reward}; it must be finite")
-        self._tool_seconds += tool_seconds
-        self._rewards[-1] += reward
+    def credit(self, step: Step) -> None:
+        """Fold the reward onto the last token of the action it answers, and keep the marks."""
+        if not math.isfinite(step.reward):
+            raise WorldError(f"the environment returned a reward of {step.reward}; it must be finite")
+        self._tool_seconds += step.tool_seconds
+        self._rewards[-1] += step.reward
+        self._marks |= {name: float(value) for name, value in step.marks.items()}
 
     def _append(self, token_ids: Items[int], logprobs: Items[float], version: int, turn: int) -> None:
         self.token_ids.extend(token_ids)
@@ -363,4 +365,5 @@ class _Episode:
             failure_text=ending.text,
             timings=timings,
             data_set=task.data_set,
+            marks=self._marks,
         )

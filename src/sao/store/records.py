@@ -175,6 +175,7 @@ def _rollout_to_fields(rollout: Rollout) -> tuple[dict[str, Any], dict[str, Arra
         "failure_text": rollout.failure_text,
         "timings": asdict(rollout.timings),
         "data_set": rollout.data_set,
+        "marks": dict(rollout.marks),
         "sequences": [[len(s.token_ids), s.parent, s.branch_at, s.continues_parent] for s in rollout.sequences],
     }
     # One array over all sequences: a rollout of many branches keeps a short header, and it compresses better.
@@ -209,6 +210,7 @@ def _rollout_from_fields(fields: Mapping[str, Any], arrays: Mapping[str, Array])
         failure_text=fields["failure_text"],
         timings=Timings(**fields["timings"]),
         data_set=fields["data_set"],
+        marks=fields.get("marks", {}),
     )
 
 

@@ -200,7 +200,7 @@ def _to_place(config: RunConfig) -> Finding:
     if span > max(gpus, 1):
         return Finding(
             good=False,
-            text=f"cluster.engine_gpus is {gpus:g}, and by vllm.extra_args a server spans {span} GPUs; set it to {span}",
+            text=f"cluster.engine_gpus is {gpus:g}, and by vllm.extra_args a server spans {span} GPUs: set it so",
         )
     return Finding(good=True, text=f"engine: {config.engine.replicas} servers of vLLM, {gpus:g} GPUs each")
 

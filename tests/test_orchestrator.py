@@ -218,9 +218,10 @@ def loop_config(**changes: object) -> LoopConfig:
     load=st.sampled_from([0.0, 5.0]),
     over_age=st.sampled_from(["train", "drop", "wait"]),
     retries=st.integers(0, 2),
+    order=st.sampled_from(["finished", "admitted"]),
 )
 def test_no_mixture_of_failures_groups_and_ends_hangs_the_loop(
-    size, group, batches, concurrency, eta, fail, empty, load, over_age, retries
+    size, group, batches, concurrency, eta, fail, empty, load, over_age, retries, order
 ):
     """Catches a place that is never freed, a batch that never fills, a group trained in part, an id trained twice."""
     config = loop_config(
@@ -231,6 +232,7 @@ def test_no_mixture_of_failures_groups_and_ends_hangs_the_loop(
         over_age=over_age,
         max_age=3,
         max_retries=retries,
+        batch_order=order,
     )
     setting = run_virtual(asyncio.wait_for(run_loop(config, size=size, fail=fail, empty=empty, load_seconds=load), 1e6))
     outcome = setting.outcome
@@ -272,6 +274,17 @@ def test_a_batch_is_in_completion_order():
     finished = [record.rollout.id for record in setting.log.of(Finished)]
     assert setting.trainer.consumed == finished[: len(setting.trainer.consumed)]
     assert [record.position for record in setting.log.of(Finished)] == list(range(len(finished)))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_batch_may_be_in_the_order_of_admission(group: int):
+    """Catches short rollouts that come sooner than longer ones which began before them."""
+    config = loop_config(steps=4, concurrency=12, max_batches_ahead=2, batch_order="admitted", group_size=group)
+    setting = run_virtual(run_loop(config))
+    admitted = [record.rollout_id for record in setting.log.of(Admitted)]
+    assert setting.trainer.consumed == admitted[:16]
+    finished = [record.rollout.id for record in setting.log.of(Finished)]
+    assert finished[:16] != admitted[:16]
 
 
 def test_weights_are_on_record_before_an_engine_holds_them():

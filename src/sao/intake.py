@@ -48,6 +48,7 @@ class Intake:
             group_size=config.group_size,
             max_batches_ahead=config.max_batches_ahead,
             max_retries=config.max_retries,
+            in_order=config.batch_order == "admitted",
         )
         self.accounts = Accounts(start.accounts)
         self._cursor, self._position = start.cursor, start.position
@@ -73,6 +74,11 @@ class Intake:
     def waiting(self) -> int:
         """Rollouts ready for a batch."""
         return self._admission.waiting
+
+    @property
+    def full(self) -> bool:
+        """Whether a whole batch is ready."""
+        return self._admission.full
 
     @property
     def cursor(self) -> int:

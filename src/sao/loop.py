@@ -43,6 +43,9 @@ class LoopConfig:
     max_batches_ahead: int = 4
     """eta: at most (eta + 1) * batch_size rollouts are in the system, and the engine is at most eta versions behind
     when one is admitted. 0 is synchronous."""
+    batch_order: Literal["finished", "admitted"] = "finished"
+    """Which rollouts make a batch. finished: those that ended first, so that short ones come sooner. admitted: those
+    that began first, so that batches are of mixed lengths; they wait for the slowest, and age meanwhile."""
     over_age: Literal["train", "drop", "wait"] = "train"
     """What happens to rollouts older than max_age: DIS decides token by token, they are dropped (and counted), or the
     trainer holds its next update until none is running that would become so; those that have ended may age further

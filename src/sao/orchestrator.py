@@ -149,7 +149,7 @@ class Orchestrator:
             wanted.set_result(Batch(step=self._step + 1, rollouts=rollouts, advantages=advantages))
 
     def _batch_possible(self) -> bool:
-        return self._stopping or self._intake.waiting >= self._config.batch_size or self._intake.drained
+        return self._stopping or self._intake.full or self._intake.drained
 
     def _over_age(self, rollout: Rollout) -> bool:
         return bool(token_ages([rollout], self._tree, self._version).max() > self._config.max_age)

@@ -253,3 +253,23 @@ def test_a_restore_beyond_the_capacity_admits_nothing_until_places_are_free() ->
     assert (small.held, small.room) == (1, True)
     assert small.take() == ()
     assert [rollout.task_id for rollout in small.take(partial=True)] == ["t4"]
+
+
+def test_in_order_a_batch_waits_for_those_that_were_admitted_first() -> None:
+    """Catches a batch that leaves out the slowest, and one that never comes since what was taken counts as missing."""
+    three = admission(batch_size=2, max_batches_ahead=2, in_order=True)
+    for name in "abcde":
+        three.admit(members_of(name, 1))
+    started = {member.key: member for member in (three.start() for _ in range(5))}
+    taken = []
+    for name in "dbca":
+        three.finish(started[name], rollout_of(started[name]))
+        if batch := three.take():
+            taken.append([rollout.task_id for rollout in batch])
+    assert taken == [["a", "b"]]
+    assert three.full
+    assert [rollout.task_id for rollout in three.take()] == ["c", "d"]
+    assert (three.take(), three.take(partial=True)) == ((), ())
+    three.finish(started["e"], rollout_of(started["e"]))
+    assert not three.full
+    assert [rollout.task_id for rollout in three.take(partial=True)] == ["e"]

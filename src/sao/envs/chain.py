@@ -51,9 +51,9 @@ class ChainConfig:
     """Share of chains told as a word problem; the rest are symbols."""
     tool_error_probability: float = 0.12
     """Chance that a tool call fails for no fault of the policy and must be repeated."""
-    result_marks: Literal["none", "true", "constant"] = "none"
-    """What follows a tool's result. true: "." if the name that was assigned has its right value, else "?", so that an
-    error shows long before the reward. constant: always ".", a control of the same length that says nothing."""
+    result_marks: Literal["none", "verified", "constant"] = "none"
+    """What follows a tool's result. verified: "." if the name that was assigned has its right value, else "?": errors
+    show long before the reward. constant: always ".", a control of the same length that says nothing."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_steps <= self.max_steps <= len(PEOPLE):
@@ -174,7 +174,7 @@ class ChainTasks:
         if self._config.result_marks == "none":
             return {}
         right = " ".join(f"{name}={value}" for name, value in zip(chain.names, chain.values[1:], strict=True))
-        return {RESULTS_DETAIL: right if self._config.result_marks == "true" else ""}
+        return {RESULTS_DETAIL: right if self._config.result_marks == "verified" else ""}
 
     def _draw(self, random: np.random.Generator, steps: int, names: tuple[str, ...]) -> Chain:
         low, high = _SHARES[self._stream]

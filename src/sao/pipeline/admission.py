@@ -12,6 +12,7 @@ and holds a place from `admit` to `release`, or until its group is dropped.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 
 from sao.rollout.worker import rollout_id
 from sao.types import Rollout, Task
@@ -56,7 +57,10 @@ class _Group:
 class Admission:
     """Who is in the system. All collections keep the order of events; no operation is slower for what others hold."""
 
-    def __init__(self, *, batch_size: int, group_size: int, max_batches_ahead: int, max_retries: int) -> None:
+    def __init__(
+        self, *, batch_size: int, group_size: int, max_batches_ahead: int, max_retries: int, in_order: bool = False
+    ) -> None:
+        """`in_order`: a batch is of the groups that were admitted first, whichever ended first."""
         if batch_size % group_size:
             raise ValueError(
                 f"batch size {batch_size} is not a multiple of group size {group_size}; change one of them"
@@ -65,6 +69,7 @@ class Admission:
         self.group_size = group_size
         self.capacity = (max_batches_ahead + 1) * batch_size
         self.max_retries = max_retries
+        self.in_order = in_order
         self.pending: OrderedDict[str, Member] = OrderedDict()
         self.running: dict[str, Member] = {}
         self._groups: dict[str, _Group] = {}
@@ -80,6 +85,11 @@ class Admission:
     def waiting(self) -> int:
         """Rollouts in complete groups, ready for a batch."""
         return len(self._ready) * self.group_size
+
+    @property
+    def full(self) -> bool:
+        """Whether `take` gives a whole batch."""
+        return len(self._next()) * self.group_size == self.batch_size
 
     @property
     def room(self) -> bool:
@@ -168,20 +178,26 @@ class Admission:
         return dropped
 
     def take(self, *, partial: bool = False) -> tuple[Rollout, ...]:
-        """The next batch in completion order (of groups), or () while there are too few; `partial` takes what is there.
+        """The next batch, or () while there are too few; `partial` takes what is there.
 
-        Places stay held until `release`.
+        In the order of completion (of groups), or of admission. Places stay held until `release`.
         """
-        wanted = self.batch_size // self.group_size
-        if len(self._ready) < wanted and not (partial and self._ready):
+        if not (self.full or partial):
             return ()
         rollouts: list[Rollout] = []
-        for _ in range(min(wanted, len(self._ready))):
-            group_id, _ = self._ready.popitem(last=False)
+        for group_id in self._next():
+            del self._ready[group_id]
             group = self._groups[group_id]
             rollouts += [group.finished[key] for key in group.members]
             self._taken.add(group_id)
         return tuple(rollouts)
+
+    def _next(self) -> list[str]:
+        """Groups of the next batch that are ready."""
+        ready: Iterable[str] = self._ready
+        if self.in_order:
+            ready = takewhile(self._ready.__contains__, (group for group in self._groups if group not in self._taken))
+        return list(islice(ready, self.batch_size // self.group_size))
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Free the places of a trained batch."""

@@ -65,7 +65,9 @@ def played(source: ListSource, config: NoiseConfig, seed: int = 0) -> list[tuple
 
 def test_the_expert_reads_marked_results() -> None:
     """Catches marks that the expert takes for a number, a right step marked wrong, and an error that no mark shows."""
-    marked = finite(ChainConfig(tool_error_probability=0.0, min_steps=3, max_steps=5, result_marks="verified"), count=40)
+    marked = finite(
+        ChainConfig(tool_error_probability=0.0, min_steps=3, max_steps=5, result_marks="verified"), count=40
+    )
     for _, trace in played(marked, FLAWLESS):
         assert trace.reward == 1.0
         assert all(message.content.endswith(" .") for message in trace.messages if message.role == "tool")

@@ -1,5 +1,6 @@
 """Plans: what is below what, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from sao.config_tree import ConfigError
 from sao.study.plan import arm_configs, read_plan, setting
 
+ROOT = Path(__file__).parents[2]
 BASE = """
 [loop]
 batch_size = 32
@@ -14,6 +16,7 @@ group_size = 2
 [algorithm]
 ratio_low = 0.4
 """
+PLANS = sorted(path for path in (ROOT / "experiments/paper").glob("*.toml") if "[[arms]]" in path.read_text())
 PLAN = """
 name = "p"
 base = "base.toml"
@@ -125,3 +128,13 @@ def test_mistakes_in_an_arm_are_named(tmp_path: Path, change: tuple[str, str], s
     path = write(tmp_path, PLAN.replace(*change, 1))
     with pytest.raises(ConfigError, match=said):
         arm_configs(read_plan(path), path)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_the_plans_of_this_repository_are_whole(path: Path) -> None:
+    """Catches a plan that a renamed setting broke, arms that are the same, and one kept under another's name."""
+    plan = read_plan(path)
+    assert plan.name == path.stem
+    configs = arm_configs(plan, path)
+    first = [replace(configs[arm.name, 0], name="x", recipe="") for arm in plan.arms]
+    assert len({repr(config) for config in first}) == len(first)

@@ -135,7 +135,7 @@ def run_stages(
         torch.set_num_threads(config.trainer.threads)
         if config.clock == "virtual":
             return run_virtual(train_run(prepared, checkpoint, last=last))
-        with cluster(config.cluster, cluster_rooms(config)):
+        with folder.warnings_as_events(), cluster(config.cluster, cluster_rooms(config)):
             return asyncio.run(train_run(prepared, checkpoint, last=last))
     except asyncio.CancelledError as error:
         raise KeyboardInterrupt from error

@@ -1,6 +1,7 @@
 """A run folder has one writer and one commit point."""
 
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -188,6 +189,19 @@ def test_texts_of_a_run(tmp_path: Path) -> None:
         assert json.loads(run.environment.read_text()) == {"torch": "2", "cores": 2}
         assert run.events.read_text().count("\n") == 1
         assert not list(run.path.glob("*.tmp"))
+
+
+def test_warnings_of_the_program_are_events_while_it_runs(tmp_path: Path) -> None:
+    """Catches a replica whose end only the terminal told, and a run that writes another's warnings."""
+    logger = logging.getLogger("sao.engines.pool")
+    with RunFolder.create(tmp_path / "run") as run:
+        with run.warnings_as_events():
+            logger.warning("engine replica %d is taken out:\nit is %s", 1, "dead")
+            logger.info("nothing to worry about")
+            logging.getLogger("another").warning("not ours")
+        logger.warning("after the run")
+        (line,) = run.events.read_text().splitlines()
+    assert line.endswith("engine replica 1 is taken out: it is dead")
 
 
 def test_whether_a_run_came_to_its_end(tmp_path: Path) -> None:

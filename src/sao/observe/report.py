@@ -177,7 +177,7 @@ def _notes(run: RunData) -> list[_Block]:
         notes.append(f"{run.broken_lines} lines of metrics.jsonl are damaged, and were skipped.")
     for key, what in REPLACED.items():
         if run.replaced[key]:
-            notes.append(f"{what}, times: {run.replaced[key]} (`{key}`); `events.log` and the program's log say why.")
+            notes.append(f"{what}, times: {run.replaced[key]} (`{key}`); `events.log` says why.")
     for name in ("actor", "critic"):
         _, skipped = run.series(f"{name}/skipped")
         if skipped.any():

@@ -9,11 +9,12 @@ report/           report.md, report.html, figures
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,6 +184,16 @@ class RunFolder:
         with self.events.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {line}\n")
 
+    @contextmanager
+    def warnings_as_events(self) -> Iterator[None]:
+        """Meanwhile what this package's loggers warn of stands in events.log too."""
+        handler, logger = _EventHandler(self), logging.getLogger("sao")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
     def begin_checkpoint(self, step: int) -> Path:
         """An empty folder to save into, for `commit_checkpoint`; those of writers that died are removed."""
         assert self.writable
@@ -307,3 +318,17 @@ def _acquire(path: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+class _EventHandler(logging.Handler):
+    """A line of events.log for each warning."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__(logging.WARNING)
+        self._folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._folder.write_event(record.getMessage())
+        except OSError:
+            self.handleError(record)

@@ -21,6 +21,7 @@ from sao.envs.math_python import (
     MathPythonConfig,
     MathPythonEnvironment,
     ToolLatency,
+    math_python_words,
 )
 from sao.envs.protocol import CodeTool, Step, ToolResult, WorldError
 from sao.envs.restricted import RestrictedTool
@@ -205,6 +206,17 @@ def test_results_are_marked_by_the_value_they_should_have(results: str, marks: l
     marked = run_virtual(episode({RESULTS_DETAIL: results}))
     assert plain[:2] == ["10", "18"]
     assert marked == [output + mark for output, mark in zip(plain, marks, strict=True)]
+
+
+def test_chatter_follows_what_a_tool_says() -> None:
+    """Catches chatter before the result, of one length, or that differs from policy to policy."""
+    calls = ["<python> b = 7 + 3 </python>"] * 40
+    said = outputs(play_texts(*calls, config=MathPythonConfig(chatter_words=5)))
+    assert {output.split()[0] for output in said} == {"10"}
+    assert {len(output.split()) - 1 for output in said} == set(range(6))
+    others = outputs(play_texts(*["<python> c = 9 </python>"] * 40, config=MathPythonConfig(chatter_words=5)))
+    assert [output.split()[1:] for output in others] == [output.split()[1:] for output in said]
+    assert set(" ".join(said).split()) - {"10"} <= set(math_python_words())
 
 
 def test_latency_is_charged_and_keyed() -> None:

@@ -76,7 +76,7 @@ class ChainExpert:
                     return _answer(self._last_value)
             else:
                 self._done = self._calling
-                self._last_value = int(observation.split()[0])  # a mark may follow
+                self._last_value = int(observation.split()[0])  # a mark or chatter may follow
         if self._done == self._chain.steps:
             wrong = self._happens(self._noise.wrong_answer, turn, "wrong answer")
             return _answer(self._last_value + (self._offset(turn) if wrong else 0))

@@ -5,12 +5,12 @@ Variables live as long as the rollout. How many turns there are is the rollout w
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from sao.clock import Clock
 from sao.envs.answers import extract_answer, extract_code
-from sao.envs.keyed import normal, uniform
+from sao.envs.keyed import key, normal, uniform
 from sao.envs.protocol import CodeTool, Grader, Step, ToolResult
 from sao.types import Message, Task
 
@@ -21,6 +21,8 @@ RESULTS_DETAIL = "right_results"
 """Detail of a task: "name=value ..." of every intermediate result. Numbers that a tool gives are then marked: WRONG
 unless the name that the code assigns last has that value. "" marks all of them RIGHT."""
 RIGHT, WRONG = ".", "?"
+MOST_CHATTER = 10_000
+_CHATTER = ("try", "again", "no", "output")
 _NUMBER, _ASSIGNED = re.compile(r"-?\d+"), re.compile(r"(\w+) *=(?!=)")
 EXPECTED = "expected <python> code </python> or <answer> number </answer>"
 INSTRUCTIONS = (
@@ -64,12 +66,17 @@ class MathPythonConfig:
     """Chance that a call fails by no fault of the policy, by (seed, task, turn); a task's details override it."""
     grading_s: float = 0.0
     """Virtual seconds that grading an answer costs; not used in real time."""
+    chatter_words: int = 0
+    """Most words that follow a tool's output and say nothing: 0 to so many, by (seed, task, turn); for studies of long
+    observations."""
     latency: ToolLatency = field(default_factory=ToolLatency)
     """Time that tool calls take."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tool_error_probability <= 1:
             raise ValueError(f"tool_error_probability is {self.tool_error_probability}; it must lie between 0 and 1")
+        if not 0 <= self.chatter_words <= MOST_CHATTER:
+            raise ValueError(f"chatter_words is {self.chatter_words}; it must lie between 0 and {MOST_CHATTER}")
         if not self.grading_s >= 0:
             raise ValueError(f"grading_s is {self.grading_s}; it must not be negative")
 
@@ -137,6 +144,7 @@ class MathPythonEnvironment:
         else:
             result, seconds = await self._run(lambda: self._execute(code), cost=latency)
             output = self._marked(task, code, result.output) if result.output.strip() else NO_OUTPUT
+        output = " ".join((output, *self._chatter(task, turn)))
         if self._clock.virtual:
             seconds = latency
         elif self._config.latency.real_sleep:
@@ -153,6 +161,11 @@ class MathPythonEnvironment:
         names = _ASSIGNED.findall(code)
         wrong = bool(right) and (not names or right.get(names[-1]) != output.strip())
         return f"{output.strip()} {WRONG if wrong else RIGHT}"
+
+    def _chatter(self, task: Task, turn: int) -> Iterator[str]:
+        count = int(uniform(self._seed, "chatter", task.id, turn) * (self._config.chatter_words + 1))
+        for place in range(count):
+            yield _CHATTER[key(self._seed, "chatter word", task.id, turn, place) % len(_CHATTER)]
 
     def _execute(self, code: str) -> tuple[ToolResult, float]:
         """Result and seconds, measured where the tool runs: a wait for a thread is not the policy's doing."""

@@ -9,7 +9,8 @@ import pytest
 from small_runs import small_config
 
 from sao.config import RunConfig, to_toml
-from sao.study.claims import AREA, FINAL, Claim, Curve, Line, Measure
+from sao.study.claims import AREA, FINAL, Claim, Curve, Line, Measure, OverSteps
+from sao.study.figures import _binned
 from sao.study.keep import FAILED
 from sao.study.plan import Arm, Plan
 from sao.study.prepare import parts_of
@@ -125,6 +126,29 @@ def test_curves_over_a_setting(tmp_path: Path) -> None:
     assert found.verdict == "holds"
     assert "a minus b, seconds to 0.5: -1.042" in text
     assert "The difference is below 0." in text
+
+
+def test_a_metric_over_the_steps(tmp_path: Path) -> None:
+    """Catches a figure over no run, a bin that mixes steps, and a short run whose empty bins are zeros."""
+    plan = replace(
+        plan_of(seeds=2),
+        over_steps=(
+            OverSteps(id="masked", text="Masked.", keys=("actor/masked_low_share", "age/mean"), arms=("a", "b")),
+            OverSteps(id="none", text="Nothing.", keys=("critic/loss",), arms=("a",)),
+        ),
+    )
+    for seed in range(2):
+        keep(tmp_path, "a", seed, [0.0, 0.5])
+        keep(tmp_path, "b", seed, [0.0, 0.0], steps=10)
+        keep(tmp_path, "c", seed, [0.0, 0.5])
+    write_study_report(plan, configs_of(plan), tmp_path, "sao study hand.toml")
+    text = (tmp_path / "README.md").read_text()
+    assert "![Masked.](masked.png)" in text
+    assert "Nothing. No run has it yet." in text
+    assert (tmp_path / "masked.png").is_file()
+    assert not (tmp_path / "none.png").exists()
+    edges = np.array([0.5, 2.5, 4.5, 6.5])
+    assert _binned(edges, np.array([1.0, 2.0, 6.0, 9.0]), np.array([1.0, 3.0, 8.0, 100.0])).tolist() == [2.0, 5.0, 8.0]
 
 
 def test_pairs_are_of_one_seed(tmp_path: Path) -> None:

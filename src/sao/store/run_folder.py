@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -185,7 +185,7 @@ class RunFolder:
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {line}\n")
 
     @contextmanager
-    def warnings_as_events(self) -> Iterator[None]:
+    def warnings_as_events(self) -> Generator[None]:
         """Meanwhile what this package's loggers warn of stands in events.log too."""
         handler, logger = _EventHandler(self), logging.getLogger("sao")
         logger.addHandler(handler)

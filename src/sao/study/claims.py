@@ -1,4 +1,4 @@
-"""What a plan asks of its runs: measures, claims about two arms, curves over a setting."""
+"""What a plan asks of its runs: measures, claims about two arms, figures over a setting and over the steps."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -93,3 +93,17 @@ class Curve:
     """As in claims, a panel each."""
     lines: tuple[Line, ...]
     """At least one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverSteps:
+    """A training metric over the steps, a line per arm with its interval over seeds: a figure of the report."""
+
+    id: str
+    """Names the figure's file."""
+    text: str
+    """What it shows, as a sentence."""
+    keys: tuple[str, ...]
+    """Metrics of training rows, which are added up."""
+    arms: tuple[str, ...]
+    """Which are shown."""

@@ -1,4 +1,4 @@
-"""Learning curves of a study: a line per arm, with the interval over its seeds."""
+"""Figures of a study over samples, time and steps: a line per arm, with the interval over its seeds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +10,17 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from sao.evaluate import paired_t_interval
 from sao.observe.run_data import Series
+from sao.study.claims import OverSteps
 from sao.study.results import Result
 
 POINTS = 60
 """Of a curve over time, on which the runs of an arm are interpolated."""
+BINS = 40
+"""Of a metric over the steps, at most."""
 
 
 def draw_curves(arms: Mapping[str, Sequence[Result]], folder: Path) -> list[str]:
@@ -30,6 +34,48 @@ def draw_curves(arms: Mapping[str, Sequence[Result]], folder: Path) -> list[str]
     return ["equal_samples.png", "equal_time.png"]
 
 
+def draw_over_steps(figure: OverSteps, arms: Mapping[str, Sequence[Result]], folder: Path) -> bool:
+    """Write ID.png; False, and nothing, where no run has the metrics. Steps are averaged in bins."""
+    drawing, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    drawn = False
+    for arm in figure.arms:
+        found = [columns for run in arms[arm] if len((columns := run.metrics.aligned(*figure.keys))[0])]
+        if not found:
+            continue
+        drawn = True
+        end = min(steps[-1] for steps, *_ in found)
+        edges = np.linspace(0.5, end + 0.5, min(int(end), BINS) + 1)
+        _band(
+            axes,
+            arm,
+            (edges[1:] + edges[:-1]) / 2,
+            [_binned(edges, steps, np.sum(rest, axis=0)) for steps, *rest in found],
+        )
+    axes.set(xlabel="training step", ylabel=" + ".join(figure.keys))
+    _finish(drawing, axes, folder / f"{figure.id}.png" if drawn else None)
+    return drawn
+
+
+def _binned(edges: Series, steps: Series, values: Series) -> Series:
+    """Mean of the values in each bin of steps; between full bins a straight line where one is empty."""
+    places = np.digitize(steps, edges) - 1
+    inside = (places >= 0) & (places < len(edges) - 1)
+    counts = np.bincount(places[inside], minlength=len(edges) - 1)
+    sums = np.bincount(places[inside], values[inside], minlength=len(edges) - 1)
+    full = np.flatnonzero(counts)
+    return np.interp(np.arange(len(counts)), full, sums[full] / counts[full])
+
+
+def _finish(figure: Figure, axes: Axes, path: Path | None) -> None:
+    """What all figures share; write it to `path`, if there is anything to see."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    if path is not None:
+        axes.legend(frameon=False, ncols=2, fontsize=8)
+        figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+
+
 def _draw(arms: Mapping[str, Sequence[Result]], path: Path, *, label: str, over_time: bool) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ends: list[float] = []
@@ -41,11 +87,7 @@ def _draw(arms: Mapping[str, Sequence[Result]], path: Path, *, label: str, over_
         # Beyond the end of the fastest arm only some are left to compare.
         axes.axvline(min(ends), color="0.7", linewidth=0.8, linestyle=":")
     axes.set(xlabel=label, ylabel="held-out tasks solved", ylim=(0, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False, ncols=2, fontsize=8)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    plt.close(figure)
+    _finish(figure, axes, path)
 
 
 def _on_one_grid(runs: Sequence[Result], *, over_time: bool) -> tuple[Series, list[Series]]:

@@ -5,7 +5,7 @@ base = "chain.toml"                the configuration below all arms, relative to
 set = ["clock=virtual"]            for all arms: base < recipe < set < the arm's own set
 [[arms]]     name, recipe, set, seeds          [[claims]]  id, text, better, worse, measure, kind, margin, paper
 [[measures]] name, text, of, key, steps, reach [[curves]]  id, text, x, measures, [[curves.lines]] label, arms
-[collapse]   below, from_step                  the rule by which a run ends early
+[collapse]   below, from_step                  [[over_steps]] id, text, keys, arms
 """
 
 import copy
@@ -19,7 +19,7 @@ from typing import Any
 
 from sao.config import RunConfig, from_tree, recipe_tree
 from sao.config_tree import ConfigError, did_you_mean, merged, read_checked, read_tree
-from sao.study.claims import AREA, FINAL, Claim, Curve, Measure
+from sao.study.claims import AREA, FINAL, Claim, Curve, Measure, OverSteps
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -70,19 +70,25 @@ class Plan:
     """Of claims and curves, besides final, area and the metrics' keys; columns of the table of arms."""
     curves: tuple[Curve, ...] = ()
     """Figures over a setting; they decide nothing."""
+    over_steps: tuple[OverSteps, ...] = ()
+    """Figures over the training steps; they decide nothing."""
     collapse: Collapse | None = None
     """Rule by which a run ends early; none lets every run go to its end."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        ids = [curve.id for curve in self.curves]
-        named = [("name", self.name), *(("arms.name", name) for name in names), *(("curves.id", name) for name in ids)]
+        ids = [figure.id for figure in (*self.curves, *self.over_steps)]
+        named = [
+            ("name", self.name),
+            *(("arms.name", name) for name in names),
+            *(("a figure's id", name) for name in ids),
+        ]
         for what, name in named:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{what} is {name!r}; it names a folder: use letters, digits, dashes, dots not first")
         measures = [measure.name for measure in (FINAL, AREA, *self.measures)]
         claims = [claim.id for claim in self.claims]
-        for what, listed in (("arms", names), ("claims", claims), ("measures", measures), ("curves", ids)):
+        for what, listed in (("arms", names), ("claims", claims), ("measures", measures), ("figures", ids)):
             twice = [name for name in listed if listed.count(name) > 1]
             if twice:
                 raise ValueError(f"two {what} are called {twice[0]!r}; names must differ")
@@ -98,6 +104,9 @@ class Plan:
                 require_arm(self, arm, f"curve {curve.id!r}")
             for name in curve.measures:
                 self.measure(name)
+        for figure in self.over_steps:
+            for arm in figure.arms:
+                require_arm(self, arm, f"figure {figure.id!r}")
 
     def _check_claim(self, claim: Claim) -> None:
         for name in (claim.better, claim.worse):

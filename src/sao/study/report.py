@@ -7,7 +7,7 @@ from sao.config import RunConfig
 from sao.store.files import write_durably
 from sao.study.claims import AREA, FINAL, Measure
 from sao.study.curves import curve_lines, with_interval
-from sao.study.figures import draw_curves
+from sao.study.figures import draw_curves, draw_over_steps
 from sao.study.plan import Arm, Plan
 from sao.study.results import Result, read_results
 from sao.study.verdicts import CORRECTION, Finding, findings, sentence
@@ -39,6 +39,7 @@ def write_study_report(
     lines += _measures(plan, shown)
     lines += _pictures(figures)
     lines += curve_lines(plan, configs, shown, folder)
+    lines += _over_steps(plan, shown, folder)
     lines += _failures(results)
     lines += _settings(plan, configs)
     lines.append(_READING.format(correction=CORRECTION))
@@ -160,6 +161,15 @@ def _pictures(figures: Sequence[str]) -> list[str]:
     lines = ["## Learning curves", ""] if figures else []
     for name in figures:
         lines += [f"![{captions[name]}]({name})", "", f"*{captions[name]}*", ""]
+    return lines
+
+
+def _over_steps(plan: Plan, shown: Mapping[str, Sequence[Result]], folder: Path) -> list[str]:
+    lines = ["## Over the steps", ""] if plan.over_steps else []
+    for figure in plan.over_steps:
+        drawn = draw_over_steps(figure, shown, folder)
+        lines += [f"![{figure.text}]({figure.id}.png)", ""] if drawn else []
+        lines += [f"*{figure.text}*" if drawn else f"{figure.text} No run has it yet.", ""]
     return lines
 
 

@@ -188,6 +188,15 @@ def resident_mb(processes: Sequence[int]) -> float:
     return pages * resource.getpagesize() / 2**20
 
 
+async def watch_updates(pool: EnginePool, stalls: list[float]) -> None:
+    """Beside the updates, since a busy server takes its time to say how it is."""
+    while True:
+        await asyncio.sleep(1)
+        seconds = (await pool.health()).update_seconds
+        if seconds and seconds not in stalls[-1:]:
+            stalls.append(seconds)
+
+
 async def stress(words: argparse.Namespace, folder: Path) -> dict[str, object]:
     """Sessions without, with, and without updates; what was found."""
     torch.set_num_threads(1)
@@ -214,19 +223,24 @@ async def stress(words: argparse.Namespace, folder: Path) -> dict[str, object]:
     try:
         await rate(20)  # warm
         quiet = [await rate(words.quiet_seconds)]
-        rates, stalls, memory = [], [], []
+        rates, stalls, loads, memory = [], [], [], []
         started = time.monotonic()
+        watching = asyncio.create_task(watch_updates(pool, stalls))
         while (elapsed := time.monotonic() - started) < words.seconds:
             due = asyncio.create_task(asyncio.sleep(words.every_seconds))
             before, began = record.tokens, time.monotonic()
-            await pool.load(await asyncio.to_thread(policy.next_version))
-            health = await pool.health()
-            stalls.append(health.update_seconds)
+            snapshot = await asyncio.to_thread(policy.next_version)
+            asked = time.monotonic()
+            await pool.load(snapshot)
+            loads.append(time.monotonic() - asked)
             await due
             rates.append((record.tokens - before) / (time.monotonic() - began))
             memory.append((elapsed, resident_mb([server.process_id for server in servers])))
             silent = [number for number, at in record.last_token_at.items() if time.monotonic() - at > 60]
             assert not silent, f"sessions {silent} have had no token for a minute"
+        if watching.done():
+            watching.result()
+        watching.cancel()
         quiet.append(await rate(words.quiet_seconds))
         done.set()
         await asyncio.wait_for(asyncio.gather(*sessions), 120)
@@ -240,6 +254,7 @@ async def stress(words: argparse.Namespace, folder: Path) -> dict[str, object]:
         "tokens_per_second_without_updates": quiet,
         "tokens_per_second_with_updates": float(np.mean(rates)),
         "share_of_throughput_kept": float(np.mean(rates) / np.mean(quiet)),
+        "update_takes_s": {"median": float(np.median(loads)), "max": float(np.max(loads))},
         "update_stops_generation_s": {"median": float(np.median(stalls)), "max": float(np.max(stalls))},
         "longest_silence_of_a_session_s": record.longest_silence_s,
         "replicas_taken_out": health.taken_out,

@@ -21,6 +21,7 @@ SIGNED = ("chain.length_exponent",)
 MAY_BE_ZERO = (
     # None of it, or no limit.
     "held_out_share", "tasks.limit", "chain.length_exponent", "words_share", "error_probability", "grading_s",
+    "chatter_words",
     "latency.median_s", "latency.sigma", "sandbox.processes", "vocab_size", "warmup_steps", "critic_only_steps",
     "weight_decay", "worker_processes", "fit.steps", "max_moves", "max_restarts", "max_restarts_per_hour",
     "max_batches_ahead", "max_age", "max_retries", "max_failure_share", "evaluation.tasks", "final_tasks",

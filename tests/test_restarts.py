@@ -14,6 +14,7 @@ from sao.store.files import read_json_lines
 from sao.store.run_folder import RunFolder
 from sao.training.protocol import TrainerError, TrainerLostError
 from sao.training.requests import failure_of
+from sao.training.settings import TrainerConfig
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -60,11 +61,18 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> Non
 def test_a_commit_gives_all_restarts_back() -> None:
     """Catches a run of a month that ends with its third lost trainer."""
     restarts = Restarts(2)
-    assert [restarts.another() for _ in range(3)] == [True, True, False]
+    assert [restarts.another() for _ in range(3)] == [0.0, 5.0, None]
     restarts.committed()
-    assert restarts.another()
+    assert restarts.another() == 0.0
     assert restarts.count == 3
-    assert not Restarts(0).another()
+    assert Restarts(0).another() is None
+
+
+def test_restarts_in_a_row_outlast_a_dead_node() -> None:
+    """Catches ranks that are placed again and again on a node of which Ray does not know yet that it is dead: 15 s."""
+    restarts = Restarts(TrainerConfig().max_restarts)
+    pauses = [restarts.another() or 0.0 for _ in range(TrainerConfig().max_restarts)]
+    assert sum(pauses) > 15
 
 
 def test_what_would_fail_again_is_no_lost_trainer() -> None:

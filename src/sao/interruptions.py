@@ -37,6 +37,11 @@ class Stops:
         self.orchestrator.stop()
 
 
+PAUSES_S = (0.0, 5.0, 20.0)
+"""Before the first, second and any further restart in a row: Ray takes 15 s to see that a node is dead, and until then
+may place ranks on it."""
+
+
 class Restarts:
     """How often a run went on from its last commit by itself, and whether it may once more."""
 
@@ -49,10 +54,11 @@ class Restarts:
         """The run has come further than before."""
         self._in_a_row = 0
 
-    def another(self) -> bool:
-        """Count a restart, if one is left."""
+    def another(self) -> float | None:
+        """Count a restart, if one is left: the seconds to wait before it, or None."""
         if self._in_a_row >= self._most:
-            return False
+            return None
+        pause = PAUSES_S[min(self._in_a_row, len(PAUSES_S) - 1)]
         self._in_a_row += 1
         self.count += 1
-        return True
+        return pause

@@ -237,12 +237,13 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             return await _train(prepared, checkpoint, stops, restarts, last=last)
         except TrainerLostError as error:
             stops.orchestrator = None
-            if stops.asked or not restarts.another():
+            if stops.asked or (pause := restarts.another()) is None:
                 raise
             checkpoint = latest_commit(prepared.folder) or checkpoint
             said = f"the trainer was lost; starting again from the last commit: {error}"
             prepared.folder.write_event(said)
             prepared.reporter.say(said)
+            await asyncio.sleep(pause)
 
 
 async def _train(

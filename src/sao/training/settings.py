@@ -64,7 +64,7 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Longest wait for one half of a step, a checkpoint, or from one update of value pretraining to the next, when the
     trainer is its own process."""
-    max_restarts: int = 2
+    max_restarts: int = 3
     """Times without a commit between them that a run goes on from its last commit after its trainer died or fell
     silent; 0 stops the run, to be resumed by hand."""
 

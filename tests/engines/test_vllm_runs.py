@@ -134,6 +134,10 @@ def test_a_server_is_started_with_the_flags_that_make_it_exact(tmp_path: Path, m
     first, second = (server_environment(plugin, sys.executable, engine=engine, cpu=True, index=i) for i in (0, 1))
     assert first["VLLM_SERVER_DEV_MODE"] == "1"
     assert first["PYTHONPATH"] == str(tmp_path)
+    assert first["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
+    chosen = server_environment(plugin, sys.executable, engine=engine, cpu=True, index=0)
+    assert chosen["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     names = [("6",), ("4", "6"), ()]
     seen = [server_environment(plugin, "python", engine=engine, cpu=False, index=0, gpus=gpus) for gpus in names]

@@ -125,6 +125,8 @@ def server_environment(
     if gpus and not cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if cpu:
+        # A code cache by shapes of matrix products. Batches have ever new ones: 1024, the default, are hundreds of MB.
+        environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         cores = sorted(os.sched_getaffinity(0))
         bound = [cores[(index * engine.threads + place) % len(cores)] for place in range(engine.threads)]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(set(bound))))

@@ -182,10 +182,11 @@ class Admission:
 
         In the order of completion (of groups), or of admission. Places stay held until `release`.
         """
-        if not (self.full or partial):
+        group_ids = self._next()
+        if len(group_ids) * self.group_size < self.batch_size and not partial:
             return ()
         rollouts: list[Rollout] = []
-        for group_id in self._next():
+        for group_id in group_ids:
             del self._ready[group_id]
             group = self._groups[group_id]
             rollouts += [group.finished[key] for key in group.members]

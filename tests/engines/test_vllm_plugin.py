@@ -14,42 +14,50 @@ from sao.engines.vllm_plugin import POLL_SECONDS, rest_between_polls
 from sao.engines.vllm_server import write_plugin
 
 
-def spinning(monkeypatch: pytest.MonkeyPatch, *, cpu: bool, **names: object) -> ModuleType:
-    """The module of vLLM whose waits are at stake, in a vLLM of these modules alone."""
-    modules = {name: ModuleType(name) for name in ("vllm.distributed.device_communicators", "vllm.platforms")}
-    modules["vllm.distributed.device_communicators"].shm_broadcast = ModuleType("shm_broadcast")  # type: ignore[attr-defined]
-    modules["vllm.platforms"].current_platform = SimpleNamespace(is_cpu=lambda: cpu)  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.distributed"):
-        modules[name] = ModuleType(name)
-    for name, module in modules.items():
+def stand_in(monkeypatch: pytest.MonkeyPatch, *, cpu: bool, **communicators: object) -> None:
+    """Put the modules in vLLM's place that `rest_between_polls` looks at."""
+    contents: dict[str, dict[str, object]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.device_communicators": communicators,
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    module = modules["vllm.distributed.device_communicators"].shm_broadcast  # type: ignore[attr-defined]
-    vars(module).update(names)
-    return module
+
+
+def spin() -> None:
+    """What vLLM does between two looks."""
 
 
 def test_waits_on_a_cpu_sleep(monkeypatch: pytest.MonkeyPatch):
     """Catches servers that spin by sched_yield and starve all other processes of a small machine."""
-    module = spinning(monkeypatch, cpu=True, sched_yield=lambda: None)
+    waits = SimpleNamespace(sched_yield=spin)
+    stand_in(monkeypatch, cpu=True, shm_broadcast=waits)
     rest_between_polls()
     began = time.monotonic()
-    module.sched_yield()
+    waits.sched_yield()
     assert time.monotonic() - began >= POLL_SECONDS
 
 
 def test_waits_beside_a_gpu_are_left(monkeypatch: pytest.MonkeyPatch):
     """Catches a sleep in the way of each step of a GPU."""
-    spin = lambda: None  # noqa: E731
-    module = spinning(monkeypatch, cpu=False, sched_yield=spin)
+    waits = SimpleNamespace(sched_yield=spin)
+    stand_in(monkeypatch, cpu=False, shm_broadcast=waits)
     rest_between_polls()
-    assert module.sched_yield is spin
+    assert waits.sched_yield is spin
 
 
 def test_a_vllm_that_waits_otherwise_is_left(monkeypatch: pytest.MonkeyPatch):
-    """Catches a server that does not start because a later vLLM has no such function."""
-    module = spinning(monkeypatch, cpu=True)
+    """Catches a server that does not start because a later vLLM has no such function, or no such module."""
+    waits = SimpleNamespace()
+    stand_in(monkeypatch, cpu=True, shm_broadcast=waits)
     rest_between_polls()
-    assert not hasattr(module, "sched_yield")
+    assert not hasattr(waits, "sched_yield")
+    stand_in(monkeypatch, cpu=True)
+    rest_between_polls()
 
 
 @needs_vllm

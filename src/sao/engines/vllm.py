@@ -324,8 +324,8 @@ class VllmEngine:
             await self._server.resume()
             self._probe_gap = await self._prove(snapshot, former)
         except BaseException as error:
-            why = str(error) or "the load was cancelled"
-            self._unprove(f"policy version {snapshot.version} was not loaded: {why}")
+            # A cancellation and a time limit have no words of their own.
+            self._unprove(f"policy version {snapshot.version} was not loaded: {str(error) or repr(error)}")
             raise
         self._version, self._open = snapshot.version, True
         self._update_seconds, self._update_bytes = time.monotonic() - began, size

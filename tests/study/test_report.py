@@ -1,5 +1,6 @@
 """Measures, pairs and reports, from results that are written by hand."""
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from small_runs import small_config
 from sao.config import RunConfig, to_toml
 from sao.study.claims import AREA, FINAL, Claim, Curve, Line, Measure, OverSteps
 from sao.study.figures import _binned
-from sao.study.keep import FAILED
+from sao.study.keep import FAILED, METRICS
 from sao.study.plan import Arm, Plan
 from sao.study.prepare import parts_of
 from sao.study.report import write_study_report
@@ -32,7 +33,7 @@ def keep(
     for step in range(1, steps + 1):
         masked = {"actor/masked_low_share": 0.01, "actor/masked_high_share": 0.0}
         rows.append({"step": step, "stage": "train", "time/clock": step / 2, "age/mean": float(step), **masked})
-    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     (place / "environment.json").write_text('{"seconds": 60.4, "core_seconds": 90.0}')
     return place
 

@@ -17,7 +17,9 @@ from small_runs import small_config
 
 from sao.config import to_toml
 from sao.observe.run_data import read_metrics
-from sao.study.keep import FAILED, KEPT
+from sao.study.keep import FAILED, KEPT, METRICS
+from sao.study.plan import arm_configs, read_plan
+from sao.study.runner import folder_under_way
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -102,11 +104,17 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         first.send_signal(signal.SIGKILL)
         first.wait()
     before, parts = place.ended(), place.parts()
+    # A kill between keeping a run and deleting its folder leaves the folder, weights and all.
+    arm, seed = before[-1].split("/seed-")
+    config = arm_configs(read_plan(place.plan), place.plan)[arm, int(seed)]
+    left = folder_under_way(place.work, arm, int(seed), config)
+    left.mkdir(parents=True, exist_ok=True)
+    (left / "model.safetensors").write_text("weights")
     return Done(place, before, parts, sao(*place.words()))
 
 
 def test_a_killed_study_goes_on(done: Done) -> None:
-    """Catches finished runs that are done again, and a killed one that is lost or that counts twice."""
+    """Catches finished runs that are done again, a killed one that is lost or counts twice, and weights that stay."""
     assert done.last.code == 0, done.last
     assert 0 < len(done.before) < 6
     assert f"{4 - len([name for name in done.before if 'broken' not in name])} runs ended" in done.last.out
@@ -115,10 +123,10 @@ def test_a_killed_study_goes_on(done: Done) -> None:
     for name in everything[2:]:
         kept = done.place.results / name
         assert sorted(path.name for path in kept.iterdir()) == sorted(KEPT)
-        rows = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(kept / METRICS).rows
         assert {row["step"] for row in rows if row["stage"] == "train"} == {1, 2, 3, 4}
         assert json.loads((kept / "environment.json").read_text())["core_seconds"] > 0
-    assert not list((done.place.work / "runs" / "sao").iterdir())
+    assert not [*done.place.work.glob("runs/sao/*"), *done.place.work.glob("runs/mean/*")]
     assert not list(done.place.results.glob("**/*.safetensors"))
 
 
@@ -130,8 +138,7 @@ def test_arms_of_a_seed_share_what_they_start_from(done: Done) -> None:
     starts = {}
     for name in ("sao", "mean"):
         for seed in (0, 1):
-            rows = (done.place.results / name / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
-            first = next(row for row in map(json.loads, rows) if row["stage"] == "eval")
+            first = read_metrics(done.place.results / name / f"seed-{seed}" / METRICS).stage("eval")[0]
             assert first["step"] == 0
             starts[name, seed] = first["eval/overall/mean"]
     assert starts["sao", 0] == starts["mean", 0]
@@ -145,11 +152,11 @@ def test_a_kept_run_is_the_run_of_its_configuration(done: Done, tmp_path: Path) 
     assert result.code == 0, result
 
     def numbers(path: Path) -> list[float]:
-        rows = read_metrics(path / "metrics.jsonl").stage("train")
+        rows = read_metrics(path).stage("train")
         return [row[key] for row in rows for key in ("actor/entropy", "rollout/action_tokens", "critic/value_mean")]
 
-    assert len(numbers(kept)) == 12
-    assert numbers(kept) == pytest.approx(numbers(tmp_path / "run"), rel=1e-4)
+    assert len(numbers(kept / METRICS)) == 12
+    assert numbers(kept / METRICS) == pytest.approx(numbers(tmp_path / "run" / "metrics.jsonl"), rel=1e-4)
     assert str(done.place.work.parent) not in (kept / "config.toml").read_text()
 
 

@@ -153,7 +153,7 @@ def surviving(rows: list[Row]) -> tuple[Row, ...]:
 
 
 def read_metrics(path: Path) -> MetricRows:
-    """Read a metrics.jsonl, also where it stands alone. A file that is missing has no rows."""
+    """Read a metrics.jsonl or metrics.jsonl.gz, also where it stands alone. A file that is missing has no rows."""
     lines = read_json_lines(path)
     replaced: dict[str, int] = {}
     for key in REPLACED:

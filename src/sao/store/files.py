@@ -1,6 +1,7 @@
 """Files that survive a crash: durable writes, checksums, lines of JSON."""
 
 import errno
+import gzip
 import json
 import math
 import os
@@ -125,12 +126,13 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> JsonLines:
-    """Every row that can be read; a missing file has none."""
+    """Every row that can be read; a missing file has none. A name that ends in .gz is of a compressed file."""
     rows: list[dict[str, Any]] = []
     broken = 0
     if not path.exists():
         return JsonLines(rows=rows, broken=0)
-    for line in path.read_bytes().splitlines():
+    data = path.read_bytes()
+    for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines():
         if not line.strip():
             continue
         try:

@@ -17,7 +17,7 @@ _READING = """## How to read this
 - {correction}
 - Arms of one seed share the fine-tuned policy, the rollouts that the critic was pretrained on, and the held-out tasks.
 - An arm's interval is the 95 % t-interval of its mean over seeds. A single run's own interval over prompts stands in
-  its `metrics.jsonl`.
+  its `metrics.jsonl.gz`.
 - Tables and figures hold the seeds whose runs have ended in every arm. Explained variance, age and masked share are
   means over the later half of the steps. A run that collapsed keeps its last value.
 - Core-seconds are of training and evaluation; fine-tuning is shared and not among them.

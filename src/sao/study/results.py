@@ -14,7 +14,7 @@ from sao.config import RunConfig, resolve
 from sao.config_tree import ConfigError
 from sao.observe.run_data import MetricRows, Series, read_metrics
 from sao.study.claims import FINAL, Claim, Measure
-from sao.study.keep import FAILED
+from sao.study.keep import FAILED, METRICS
 from sao.study.plan import Plan, leaves
 
 LATER = 0.5
@@ -30,7 +30,7 @@ class Result:
     seed: int
     """Pairs it with the other arms' runs."""
     metrics: MetricRows
-    """Rows of its metrics.jsonl."""
+    """Rows of its metrics."""
     environment: Mapping[str, Any]
     """What environment.json says: versions, machine, seconds."""
     steps: int
@@ -138,7 +138,7 @@ def _read(place: Path, arm: str, seed: int) -> Result:
     return Result(
         arm=arm,
         seed=seed,
-        metrics=read_metrics(place / "metrics.jsonl"),
+        metrics=read_metrics(place / METRICS),
         environment=machine,
         steps=config.loop.steps,
         batch_size=config.loop.batch_size,

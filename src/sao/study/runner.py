@@ -44,6 +44,12 @@ STOPPED = 130
 Key = tuple[str, int]
 
 
+def folder_under_way(work: Path, arm: str, seed: int, config: RunConfig) -> Path:
+    """Where a run is done, until it is kept."""
+    stamp = hashlib.blake2b(to_toml(config).encode(), digest_size=4).hexdigest()
+    return work / "runs" / arm / f"seed-{seed}-{stamp}"
+
+
 @dataclass(kw_only=True, eq=False)
 class _Run:
     """A run that is to be done."""
@@ -122,6 +128,7 @@ class Runner:
 
     def _run(self) -> Slice:
         self._recall()
+        self._sweep()
         pending = self._pending()
         deadline = None if self.hours is None else time.monotonic() + 3600 * self.hours
         said = -SAY_EVERY_S
@@ -151,20 +158,31 @@ class Runner:
             if not (place / FAILED).is_file():
                 self._took.setdefault(arm, []).append(float(seconds))
 
+    def _sweep(self) -> None:
+        """Delete the weights of runs that are kept: a study that was killed between the two has left them."""
+        for arm, seed in self.plan.runs():
+            run = self._run_of(arm.name, seed)
+            if run.target.is_dir() and not (run.target / FAILED).is_file():
+                shutil.rmtree(run.folder, ignore_errors=True)
+
     def _pending(self) -> list[_Run]:
         found: list[_Run] = []
         for arm, seed in self.plan.runs():
-            target = run_folder(self.results, arm.name, seed)
-            known = target.is_dir() and not (self.again and (target / FAILED).is_file())
-            if known or (self.only and arm.name not in self.only):
-                continue
-            config = self.configs[arm.name, seed]
-            stamp = hashlib.blake2b(to_toml(config).encode(), digest_size=4).hexdigest()
-            folder = self.work / "runs" / arm.name / f"seed-{seed}-{stamp}"
-            found.append(
-                _Run(key=(arm.name, seed), config=config, folder=folder, target=target, parts=parts_of(config))
-            )
+            run = self._run_of(arm.name, seed)
+            known = run.target.is_dir() and not (self.again and (run.target / FAILED).is_file())
+            if not known and (not self.only or arm.name in self.only):
+                found.append(run)
         return found
+
+    def _run_of(self, arm: str, seed: int) -> _Run:
+        config = self.configs[arm, seed]
+        return _Run(
+            key=(arm, seed),
+            config=config,
+            folder=folder_under_way(self.work, arm, seed, config),
+            target=run_folder(self.results, arm, seed),
+            parts=parts_of(config),
+        )
 
     def _start(self, pending: list[_Run], deadline: float | None) -> None:
         """Start what fits: of the runs in their order the first that lacks nothing, or the part that it lacks."""

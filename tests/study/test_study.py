@@ -230,6 +230,27 @@ def test_a_changed_plan_lists_what_no_longer_matches(done: Done, tmp_path: Path)
     assert not (tmp_path / "work").exists()
 
 
+def test_arms_that_did_not_start_alike_are_not_paired(done: Done, tmp_path: Path) -> None:
+    """Catches a policy fine-tuned again after its work folder was lost, that the other arms of the seed never had."""
+    shutil.copytree(done.place.plan.parent, tmp_path / "copy")
+    copy = tmp_path / "copy"
+    place = Place(copy / "plan.toml", copy / "results", copy / "work")
+    told = place.results / "sao" / "seed-1" / "environment.json"
+    environment = json.loads(told.read_text())
+    part = next(name for name in environment["started_from"] if name.startswith("sft"))
+    told.write_text(json.dumps(environment | {"started_from": {part: "another"}}))
+
+    said = refused(*place.words("--report"))
+    assert f"did not start from the same {part}" in said
+    assert "  sao seed 1\n" in said
+    assert "  mean seed 1" in said
+
+    shutil.rmtree(place.results / "mean" / "seed-1")
+    said = refused(*place.words())
+    assert f"mean seed 1 would start from another {part} than the kept sao seed 1" in said
+    assert "out of" in said
+
+
 def test_failed_runs_are_repeated_when_asked_to(done: Done) -> None:
     """Catches --again that does nothing, or that loses the row of a run which fails again."""
     told = done.place.results / "broken" / "seed-0" / FAILED

@@ -20,6 +20,10 @@ from sao.config import RunConfig, to_toml
 from sao.envs.math_python import ToolLatency
 from sao.store.run_folder import RunFolder
 
+STARTED_FROM = "started_from"
+"""Key of environment.json: a hash of each part that the run was given. Floating point differs between processors, so a
+part that is made again on another machine is another policy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -113,11 +117,30 @@ def begin_run(config: RunConfig, run: Path, prepared: Path, command: Sequence[st
     shutil.rmtree(draft, ignore_errors=True)
     with RunFolder.create(draft) as folder:
         folder.write_config(to_toml(config))
-        folder.write_environment(describe_machine(config, list(command)))
+        folder.write_environment(
+            describe_machine(config, list(command)) | {STARTED_FROM: started_from(config, prepared)}
+        )
         for part in parts_of(config):
-            source = prepared / part.name
-            sft = (Path("tokenizer"), Path("sft") / "model")
-            for name in sft if part.command == "sft" else (Path("value_pretraining") / "log",):
-                if (source / name).is_dir():
-                    shutil.copytree(source / name, draft / name)
+            for name in _given(part):
+                if (prepared / part.name / name).is_dir():
+                    shutil.copytree(prepared / part.name / name, draft / name)
     draft.rename(run)
+
+
+def started_from(config: RunConfig, prepared: Path) -> dict[str, str]:
+    """By name, a hash of each prepared part that a run of the configuration is given."""
+    return {part.name: _fingerprint(part, prepared / part.name) for part in parts_of(config)}
+
+
+def _given(part: Part) -> tuple[str, ...]:
+    """Folders of a part that runs start with."""
+    return ("tokenizer", "sft/model") if part.command == "sft" else ("value_pretraining/log",)
+
+
+def _fingerprint(part: Part, folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in _given(part):
+        for path in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -16,6 +16,7 @@ from sao.observe.run_data import MetricRows, Series, read_metrics
 from sao.study.claims import FINAL, Claim, Measure
 from sao.study.keep import FAILED, METRICS
 from sao.study.plan import Plan, leaves
+from sao.study.prepare import STARTED_FROM
 
 LATER = 0.5
 """Means over training are of the steps after this share, when a run has settled."""
@@ -130,20 +131,23 @@ def read_results(plan: Plan, folder: Path) -> dict[tuple[str, int], Result]:
 
 def _read(place: Path, arm: str, seed: int) -> Result:
     config = resolve(place / "config.toml")
-    environment, failed = place / "environment.json", place / FAILED
-    try:
-        machine = json.loads(environment.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        machine = {}
+    failed = place / FAILED
     return Result(
         arm=arm,
         seed=seed,
         metrics=read_metrics(place / METRICS),
-        environment=machine,
+        environment=_environment(place),
         steps=config.loop.steps,
         batch_size=config.loop.batch_size,
         failure=failed.read_text(encoding="utf-8").strip() if failed.is_file() else "",
     )
+
+
+def _environment(place: Path) -> dict[str, Any]:
+    try:
+        return json.loads((place / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def mismatches(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> list[str]:
@@ -160,7 +164,7 @@ def mismatches(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> li
 
 
 def require_match(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> None:
-    """Raise ValueError where a kept run is not what the plan says now."""
+    """Raise ValueError where a kept run is not what the plan says now, or arms of a seed did not start alike."""
     lines = mismatches(configs, folder)
     if lines:
         raise ValueError(
@@ -168,6 +172,24 @@ def require_match(configs: Mapping[tuple[str, int], RunConfig], folder: Path) ->
             + "\n".join(f"  {line}" for line in lines)
             + "\nPut the plan back, move these runs away, or name another folder by --folder"
         )
+    for part, starts in starts_kept(configs, folder).items():
+        if len(starts) > 1:
+            groups = "\n".join(f"  {', '.join(runs)}" for runs in starts.values())
+            raise ValueError(
+                f"runs in {folder} that are to be compared in pairs did not start from the same {part}:\n{groups}\n"
+                "One group was made on another machine or by other versions: move it away, to have it run again"
+            )
+
+
+def starts_kept(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> dict[str, dict[str, list[str]]]:
+    """By name of a prepared part and hash of what it held: the kept runs that started from it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for arm, seed in configs:
+        place = run_folder(folder, arm, seed)
+        if not (place / FAILED).is_file():
+            for part, digest in _environment(place).get(STARTED_FROM, {}).items():
+                found.setdefault(part, {}).setdefault(digest, []).append(f"{arm} seed {seed}")
+    return found
 
 
 def _differences(stored: Path, config: RunConfig) -> list[str]:

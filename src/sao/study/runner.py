@@ -27,8 +27,8 @@ from sao.store.run_folder import RunFolder
 from sao.study.jobs import Job, start_job, stop_all
 from sao.study.keep import FAILED, keep_failure, keep_run
 from sao.study.plan import Plan
-from sao.study.prepare import Part, begin_run, part_config, parts_of
-from sao.study.results import run_folder
+from sao.study.prepare import Part, begin_run, part_config, parts_of, started_from
+from sao.study.results import run_folder, starts_kept
 
 POLL_S = 0.2
 MARGIN = 1.1
@@ -220,10 +220,23 @@ class Runner:
         if run.folder.is_dir():
             _wait_for(run.folder)
         else:
+            self._require_same_start(run)
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             begin_run(run.config, run.folder, self._prepared, self.command)
         job = start_job(run.title, ["resume", str(run.folder)], self.work / "logs", run.name)
         self._running[run.name] = job, run
+
+    def _require_same_start(self, run: _Run) -> None:
+        """Raise ValueError if a run would start from other parts than the kept runs that it is compared with."""
+        kept = starts_kept(self.configs, self.results)
+        for part, digest in started_from(run.config, self._prepared).items():
+            others = [name for other, runs in kept.get(part, {}).items() if other != digest for name in runs]
+            if others:
+                raise ValueError(
+                    f"{run.title} would start from another {part} than the kept {', '.join(others)}: it was made again "
+                    "since, on another machine or by other versions, and arms of a seed are compared in pairs. Move "
+                    f"those runs out of {self.results}, to have them run again, or put back the work folder they had"
+                )
 
     def _reap(self, stopped: list[_Run]) -> bool:
         """Take in children that ended; whether there was one."""

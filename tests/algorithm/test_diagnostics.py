@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, policy_diagnostics, ratio_quantiles
+from sao.algorithm.diagnostics import (
+    PolicyDiagnostics,
+    explained_variance,
+    policy_diagnostics,
+    quarters,
+    ratio_quantiles,
+)
 
 ALL = torch.ones(1, 4).bool()
 
@@ -113,3 +119,13 @@ def test_arrays_of_other_shapes_are_refused():
         explained_variance(good, good, good)
     with pytest.raises(ValueError, match=r"quantiles are \(1.5,\)"):
         ratio_quantiles(good, good, actions, (1.5,))
+
+
+def test_quarters_by_hand() -> None:
+    """Catches quarters of the padded row instead of its action tokens, and a token in two of them or in none."""
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0, 0, 0], [0] * 8]).bool()
+    first, second, third, fourth = (part.int().tolist() for part in quarters(mask))
+    assert first == [[0, 1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0, 0, 0], [0] * 8]
+    assert second == [[0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0], [0] * 8, [0] * 8]
+    assert third == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], [0] * 8, [0] * 8]
+    assert fourth == [[0, 0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1], [0] * 8, [0] * 8]

@@ -85,6 +85,7 @@ def logged(rows: Iterable[Any]) -> set[str]:
     """Keys of rows, as the page spells them."""
     keys = {key for row in rows for key in row if "/" in key}
     keys = {re.sub(r"^(eval|rollout)/[^/]+/", r"\1/<data_set>/", key) for key in keys}
+    keys = {re.sub(r"_q[1-4]$", "_q<n>", key) for key in keys}
     keys = {re.sub(r"/mark_\w+$", "/mark_<name>", key) for key in keys}
     return {re.sub(r"pass_at_\d+$", "pass_at_k", key) for key in keys}
 

@@ -116,3 +116,11 @@ def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> 
         return None
     residual = chosen - values[action_mask].double()
     return 1.0 - float(residual.var(correction=0) / chosen.var(correction=0))
+
+
+def quarters(action_mask: Tensor) -> list[Tensor]:
+    """The mask (B, T) of action tokens in four: the first quarter of each row's action tokens, to the last."""
+    place = action_mask.cumsum(dim=1) - 1
+    count = action_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    quarter = (4 * place).div(count, rounding_mode="floor")
+    return [action_mask & (quarter == index) for index in range(4)]

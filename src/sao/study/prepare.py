@@ -132,9 +132,11 @@ def started_from(config: RunConfig, prepared: Path) -> dict[str, str]:
     return {part.name: _fingerprint(part, prepared / part.name) for part in parts_of(config)}
 
 
-def _given(part: Part) -> tuple[str, ...]:
+def _given(part: Part) -> tuple[Path, ...]:
     """Folders of a part that runs start with."""
-    return ("tokenizer", "sft/model") if part.command == "sft" else ("value_pretraining/log",)
+    if part.command == "sft":
+        return Path("tokenizer"), Path("sft") / "model"
+    return (Path("value_pretraining") / "log",)
 
 
 def _fingerprint(part: Part, folder: Path) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, ratio_quantiles
+from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, quarters, ratio_quantiles
 from sao.algorithm.losses import sequence_gate, trajectory_mean_denominator
 from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.models.packed_attention import use_packed_attention
@@ -366,14 +366,27 @@ class TrainerCore:
 
     def _critic_metrics(self, step: _Step) -> dict[str, Metric]:
         assert self.critic is not None
-        found = explained_variance(step.values, step.targets.returns, step.action_mask)
         return {
-            "critic/explained_variance": last(math.nan if found is None else found),
+            **self._value_quality(step, step.action_mask),
+            **{
+                f"{name}_q{number}": metric
+                for number, mask in enumerate(quarters(step.action_mask), 1)
+                for name, metric in self._value_quality(step, mask).items()
+            },
             "critic/value_mean": last(float(step.values[step.action_mask].mean())),
             "critic/return_mean": last(float(step.targets.returns[step.action_mask].mean())),
             "critic/frozen_share": last(self.critic.frozen_share),
             "critic/parameters": last(self.critic.num_parameters),
             "memory/critic_mb": last(self._critic_bytes() / MEGABYTE),
+        }
+
+    def _value_quality(self, step: _Step, mask: Tensor) -> dict[str, Metric]:
+        """How well the values foretell the returns of some tokens; NaN where that is undefined."""
+        error = (step.values - step.targets.returns)[mask]
+        found = explained_variance(step.values, step.targets.returns, mask)
+        return {
+            "critic/explained_variance": last(math.nan if found is None else found),
+            "critic/value_bias": last(float(error.mean())),
         }
 
     def _critic_bytes(self) -> int:

@@ -217,10 +217,14 @@ class Tasks:
 
     async def stop(self) -> None:
         """Cancel all, and return when they have ended, however they end."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(*self._running)
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and return when they have ended, however they end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
@@ -229,9 +233,7 @@ async def gather_or_cancel(*awaitables: Awaitable[Any]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 async def unless_failed(goal: Coroutine[Any, Any, T], guard: Coroutine[Any, Any, Any]) -> T:
@@ -243,9 +245,7 @@ async def unless_failed(goal: Coroutine[Any, Any, T], guard: Coroutine[Any, Any,
             guarding.result()
         return await working
     finally:
-        working.cancel()
-        guarding.cancel()
-        await asyncio.gather(working, guarding, return_exceptions=True)
+        await end_tasks(working, guarding)
 
 
 class Signal:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sao.clock import Clock, Signal, gather_or_cancel
+from sao.clock import Clock, Signal, end_tasks, gather_or_cancel
 from sao.envs.protocol import TaskSource
 from sao.loop import Log, LoopConfig, LoopError, Start
 from sao.observe.metrics import Metric, last
@@ -133,9 +133,7 @@ class Intake:
         self._closed = True
         players = list(self._players.values())
         self._players.clear()
-        for player in players:
-            player.cancel()
-        await asyncio.gather(*players, return_exceptions=True)
+        await end_tasks(*players)
 
     # The loops.
 

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sao.clock import Signal, WaitTimeoutError, limit
+from sao.clock import Signal, WaitTimeoutError, end_tasks, limit
 from sao.engines.protocol import EngineHealth
 from sao.intake import Intake
 from sao.loop import EvaluationLostError, LoopConfig, LoopError, Outcome, Parts, Start
@@ -124,9 +124,7 @@ class Orchestrator:
             return replace(train.result(), reason="stopped") if self._interrupted else train.result()
         finally:
             await intake.close()
-            for task in loops:
-                task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await end_tasks(*loops)
 
     async def assemble(self) -> None:
         """Takes ready rollouts; gives the batch that train asked for. Waits for a full one, or the end of the source.

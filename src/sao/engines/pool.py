@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from sao.clock import Signal, Tasks, WaitTimeoutError, limit
+from sao.clock import Signal, Tasks, WaitTimeoutError, end_tasks, limit
 from sao.engines.gate import EngineGate
 from sao.engines.protocol import Engine, EngineError, EngineHealth, RequestRefusedError, Sampling, last_words
 from sao.types import GenerationStop, Snapshot, TokenChunk
@@ -285,9 +285,8 @@ class EnginePool:
             replica.generations -= 1
             lost.cancel()
             if chunk is not None:
-                chunk.cancel()
                 # It may have failed just when this generation was cancelled: an error nobody reads is a warning.
-                await asyncio.gather(chunk, return_exceptions=True)
+                await end_tasks(chunk)
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sao.clock import Signal, Tasks
+from sao.clock import Signal, Tasks, end_tasks
 from sao.engines.protocol import EngineError, EngineHealth, Sampling, checked_tokens, probe_of
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_checks import check_server, check_words, snapshot_vocabulary
@@ -346,9 +346,7 @@ class VllmEngine:
         for requests, seconds in ((running, DRAIN_S), (queued, QUEUED_S)):
             if requests:
                 _, left = await asyncio.wait(requests, timeout=seconds)
-                for request in left:
-                    request.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
+                await end_tasks(*left)
 
     async def _prove(self, snapshot: Snapshot, former: int) -> float:
         """Largest gap between the server's and the trainer's log-probs on the probe; raises if it is too large."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sao.clock import Clock, Signal, Tasks
+from sao.clock import Clock, Signal, Tasks, end_tasks
 from sao.rollout.serve import BEAT_S, MakeParts
 from sao.rollout.worker import Purpose, RolloutConfig, describe, rollout_id
 from sao.types import FailureKind, Rollout, StopReason, Task, Timings
@@ -117,8 +117,7 @@ class PlayerHandle(ABC):
                 self._silent_s += beat
                 await asyncio.wait({reading}, timeout=beat)
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await end_tasks(reading)
 
     async def reap(self) -> str:
         """End the player for certain and fail its episodes; returns what became of it."""

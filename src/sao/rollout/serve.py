@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sao.clock import RealClock, Tasks
+from sao.clock import RealClock, Tasks, end_tasks
 from sao.engines.protocol import Engine
 from sao.envs.protocol import EnvironmentFactory
 from sao.rollout.protocol import Renderer
@@ -146,10 +146,7 @@ class Player:
 
     async def close(self) -> None:
         """End all episodes and release the parts."""
-        episodes = list(self._episodes.values())
-        for episode in episodes:
-            episode.cancel()
-        await asyncio.gather(*episodes, return_exceptions=True)
+        await end_tasks(*self._episodes.values())
         if self._parts.stop is not None:
             await self._parts.stop()
 

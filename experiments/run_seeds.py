@@ -2,28 +2,50 @@
 
     python experiments/run_seeds.py experiments/demo/config.toml experiments/demo/results --seeds 0 1 2 3 4
 
-A seed whose results are there already is not run again. The summary gives the gain over the starting policy on the same
-held-out tasks, seed by seed, with a paired t-interval over seeds.
+A seed whose results are there already is not run again, and one that was stopped is resumed, if its settings are the
+command's. The summary gives the gain over the starting policy on the same held-out tasks, seed by seed, with a paired
+t-interval over seeds, and names seeds that were kept under other settings.
 """
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from sao.config import resolve
+from sao.config_tree import ConfigError
 from sao.evaluate import paired_t_interval
 from sao.observe.run_data import Series, read_metrics
 from sao.study.keep import METRICS, keep_run
+from sao.study.results import differences
+
+
+def settings_of(seed: int, overrides: list[str]) -> list[str]:
+    """What a seed sets above the configuration."""
+    return [f"seed={seed}", *overrides]
+
+
+def mismatches(config: Path, places: Iterable[Path], overrides: list[str]) -> list[str]:
+    """A line for each folder of a seed that has other settings than these. Raises ConfigError."""
+    lines: list[str] = []
+    for place in places:
+        seed = int(place.name.removeprefix("seed-").removesuffix(".run"))
+        found = differences(place / "config.toml", resolve(config, settings_of(seed, overrides)))
+        if found:
+            lines.append(f"seed {seed}: {'; '.join(found)}")
+    return lines
 
 
 def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
     """One run beside `target`, resumed if an earlier try was stopped; what is kept of it moves there at its end."""
     run = target.with_name(target.name + ".run")
-    words = [word for override in (f"seed={seed}", *overrides) for word in ("--set", override)]
+    words = [word for override in settings_of(seed, overrides) for word in ("--set", override)]
     start = ["resume", str(run)] if run.is_dir() else ["train", str(config), "--folder", str(run), *words]
     subprocess.run([sys.executable, "-m", "sao.cli", *start], check=True)
     (run / "report" / "report.html").unlink(missing_ok=True)
@@ -124,13 +146,27 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="other results to compare the ends with, seed by seed")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     given = parser.parse_args()
+    begun = (given.results / f"seed-{seed}.run" for seed in given.seeds)
+    try:
+        differing = mismatches(given.config, filter(Path.is_dir, begun), given.overrides)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    if differing:
+        sys.exit(
+            f"error: seeds in {given.results} were stopped under other settings than this command's; nothing was run:\n"
+            + "".join(f"  {line}\n" for line in differing)
+            + "Put the settings back (--set), or move these seeds' folders away"
+        )
     for seed in given.seeds:
         target = given.results / f"seed-{seed}"
         if target.is_dir():
             print(f"seed {seed}: {target} is there already")
             continue
         run_seed(given.config, target, seed, given.overrides)
-    summary = summarise(given.results, f"python experiments/run_seeds.py {' '.join(sys.argv[1:])}")
+    summary = summarise(given.results, shlex.join(["python", "experiments/run_seeds.py", *sys.argv[1:]]))
+    differing = mismatches(given.config, seed_folders(given.results), given.overrides)
+    if differing:
+        summary += "\nOther settings than the command's:\n\n" + "".join(f"- {line}\n" for line in differing)
     if given.against is not None:
         summary += compare(given.results, given.against)
     (given.results / "summary.md").write_text(summary)

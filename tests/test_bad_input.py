@@ -134,6 +134,7 @@ def test_a_run_folder_that_exists(tmp_path: Path) -> None:
         (["engine.max_context=1000"], "the model knows 128, engine.max_context is 1000"),
         (["evaluation.tasks=0"], "evaluation.tasks is 0, but data set 0 (guess-evaluation) has no end; give a number"),
         (["tasks.split=train"], "evaluation: guess-train is what is trained on"),
+        (["evaluation_tasks=[{source='guess', split='train'}]"], "evaluation: guess-train is what is trained on"),
     ],
 )
 def test_what_can_be_known_before_the_start_is(tmp_path: Path, changes: list[str], said: str) -> None:

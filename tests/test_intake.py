@@ -5,9 +5,11 @@ import asyncio
 import pytest
 from test_orchestrator import FiniteSource, ListLog, TimedEngine, TimedWorker, make_rollout
 
-from sao.clock import run_virtual
-from sao.intake import play_all
-from sao.loop import LoopConfig, LoopError
+from sao.clock import Signal, VirtualClock, run_virtual
+from sao.engines.protocol import EngineError
+from sao.intake import Intake, play_all
+from sao.loop import LoopConfig, LoopError, Start
+from sao.rollout.protocol import RolloutWorker
 from sao.store.records import AttemptEnded, Finished
 from sao.types import FailureKind, Rollout, Task
 
@@ -85,5 +87,87 @@ def test_one_error_ends_all() -> None:
         assert worker.running == 0
         await asyncio.sleep(1e6)
         assert len(log.records) == before
+
+    run_virtual(main())
+
+
+def make_intake(worker: RolloutWorker, log: ListLog, config: LoopConfig, *, engine_gone: bool = False) -> Intake:
+    async def engine_lives() -> None:
+        if engine_gone:
+            await asyncio.sleep(300.0)
+            raise EngineError("the engine is gone")
+
+    return Intake(
+        clock=VirtualClock(), source=FiniteSource(), worker=worker, log=log, config=config, start=Start(), seed=0,
+        changed=Signal(), fresh=lambda: True, engine_version=lambda: 0, engine_lives=engine_lives,
+    )  # fmt: skip
+
+
+class AtOnce(TimedWorker):
+    """Plays twenty tasks to the same instant; the first ten fail, and so do their retries."""
+
+    async def run(self, task: Task, *, group_id: str, attempt: int, seed: int) -> Rollout:
+        await asyncio.sleep(10.0)
+        failed = int(task.id[1:]) < 10
+        kind = FailureKind.INFRASTRUCTURE if failed else FailureKind.NONE
+        return make_rollout(task, group_id, attempt, [0], kind)
+
+
+@pytest.mark.parametrize(
+    ("engine_gone", "error", "message"),
+    [(False, LoopError, "max_failure_share"), (True, EngineError, "the engine is gone")],
+)
+def test_what_ended_well_is_kept_although_what_ended_with_it_ends_the_run(
+    engine_gone: bool, error: type[Exception], message: str
+) -> None:
+    """Catches hours of rollouts that were done, and are played again after the resume."""
+
+    async def main() -> None:
+        log = ListLog()
+        config = LoopConfig(batch_size=20, concurrency=20, max_batches_ahead=0, max_failure_share=0.4, max_retries=0)
+        intake = make_intake(AtOnce(TimedEngine(version=0)), log, config, engine_gone=engine_gone)
+        feeding = asyncio.create_task(intake.feed())
+        with pytest.raises(error, match=message):
+            await intake.collect()
+        feeding.cancel()
+        await intake.close()
+        assert [record.rollout.id for record in log.of(Finished)] == [f"t{number}@0" for number in range(10, 20)]
+        assert [record.position for record in log.of(Finished)] == list(range(10))
+        assert intake.waiting == 10, "and ready for a batch"
+        kinds = [type(record) for record in log.records if isinstance(record, Finished | AttemptEnded)]
+        assert kinds == sorted(kinds, key=[Finished, AttemptEnded].index)
+
+    run_virtual(main())
+
+
+def test_the_players_of_a_lost_group_end_before_the_world_does() -> None:
+    """Catches a cancelled episode that closes its tools when they were stopped already, or never closes them."""
+
+    class Tidy(TimedWorker):
+        """The first member is lost after a second; the other of its group takes longest to close its tools."""
+
+        tidied = 0
+
+        async def run(self, task: Task, *, group_id: str, attempt: int, seed: int) -> Rollout:
+            try:
+                await asyncio.sleep(1.0 if task.id == "t0#0" else 100.0)
+                return make_rollout(task, group_id, attempt, [], FailureKind.NONE)
+            except asyncio.CancelledError:
+                await asyncio.sleep(50.0 if task.id == "t0#1" else 10.0)
+                self.tidied += 1
+                raise
+
+    async def main() -> None:
+        worker = Tidy(TimedEngine(version=0))
+        config = LoopConfig(batch_size=2, group_size=2, concurrency=2, max_batches_ahead=0)
+        intake = make_intake(worker, ListLog(), config)
+        loops = [asyncio.create_task(intake.feed()), asyncio.create_task(intake.collect())]
+        await asyncio.sleep(2.0)
+        assert intake.accounts.counts()["untrainable"] == 1
+        for loop in loops:
+            loop.cancel()
+        await intake.close()
+        await intake.close()
+        assert worker.tidied == 3, "the other of the lost group, and both of the next one"
 
     run_virtual(main())

@@ -495,29 +495,55 @@ def test_an_evaluation_that_is_lost_costs_no_run(error: Exception | None):
     assert ("its engine failed" if error else "waited 0.1 s for an evaluation") in notes[-1]
 
 
+def test_a_failure_in_the_last_evaluation_leaves_nothing_behind():
+    """Catches a run that has ended, and a task of it that waits for its last evaluation for ever."""
+
+    async def fail_at_last(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        await asyncio.sleep(100.0)
+        if step == 5:
+            raise RuntimeError("a fault of the evaluation")
+        return {}
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="a fault"):
+            await run_loop(loop_config(steps=5), evaluate=fail_at_last)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+class RealSeconds(VirtualClock):
+    """Seconds of a virtual loop that pass for real ones."""
+
+    virtual = False
+
+
 @pytest.mark.parametrize("stop_after", [20.5, 1000.0])
-def test_a_stop_cancels_an_evaluation(stop_after: float):
-    """Catches Ctrl-C that waits an hour for an evaluation, in the middle of training or after the last step."""
+@pytest.mark.parametrize("real", [False, True])
+def test_a_stop_cancels_an_evaluation_in_real_time_only(stop_after: float, real: bool):
+    """Catches Ctrl-C that waits an hour for an evaluation, in the middle of training or after the last step; and a
+    study that lacks an evaluation because it was stopped."""
     cancelled: list[int] = []
 
     async def slowly(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
         try:
-            await asyncio.sleep(1e6)
+            await asyncio.sleep(1e4)
         except asyncio.CancelledError:
             cancelled.append(step)
             raise
         return {}
 
     async def timed() -> tuple[Setting, float]:
-        setting = await run_loop(loop_config(steps=50), evaluate=slowly, stop_after=stop_after)
+        clock = RealSeconds() if real else VirtualClock()
+        setting = await run_loop(loop_config(steps=50), evaluate=slowly, stop_after=stop_after, clock=clock)
         return setting, asyncio.get_running_loop().time()
 
     setting, ended = run_virtual(timed())
     assert setting.outcome is not None
     assert setting.outcome.reason == "stopped"
     assert (setting.outcome.steps == 50) == (stop_after == 1000.0)
-    assert ended < 1010.0
-    assert cancelled == [0]
+    assert (ended < 1010.0) == real
+    assert cancelled == ([0] if real else [])
 
 
 @pytest.mark.parametrize(

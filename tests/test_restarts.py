@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_runs import begun, child, go_on, wait_for
+from real_runs import AtStep, begun, child, go_on, wait_for
+from small_runs import Silent, run_small, small_config
 from test_runs import check_history
 
 from sao.interruptions import Restarts
+from sao.stages import run_stages
 from sao.store.files import read_json_lines
-from sao.store.run_folder import RunFolder
+from sao.store.run_folder import RunFolder, read_checkpoint
+from sao.training.inline import InlineTrainer
 from sao.training.protocol import TrainerError, TrainerLostError
 from sao.training.requests import failure_of
 from sao.training.settings import TrainerConfig
@@ -56,6 +59,50 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> Non
     checkpoint = RunFolder.open(path).latest_checkpoint()
     assert checkpoint is not None
     assert checkpoint.manifest.step == 1
+
+
+def test_a_restart_keeps_to_the_checkpoint_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a trainer lost before its first commit that brings back the newer weights, which the user gave up."""
+    path = tmp_path / "run"
+    run_small(path, small_config())
+    publish, losses = InlineTrainer.publish_initial, [TrainerLostError("killed"), TrainerLostError("killed again")]
+
+    async def lost_at_first(trainer: InlineTrainer, version: int, parent: int | None) -> object:
+        if losses:
+            raise losses.pop()
+        return await publish(trainer, version, parent)
+
+    monkeypatch.setattr(InlineTrainer, "publish_initial", lost_at_first)
+    with RunFolder.resume(path) as folder:
+        chosen, _ = folder.checkpoint_paths()
+        run_stages(small_config("loop.steps=6"), folder, Silent(), checkpoint=read_checkpoint(chosen))
+    assert events(path, "starting again from the last commit") == 2
+    assert (events(path, "resumed at step 2"), events(path, "resumed at step 4")) == (3, 0)
+    check_history(path, steps=6)
+
+
+def test_a_resume_after_one_from_a_chosen_checkpoint_keeps_to_it(tmp_path: Path) -> None:
+    """Catches a run that is stopped at once, before its first step, and then goes on from what the user gave up."""
+    path = tmp_path / "run"
+    run_small(path, small_config())
+
+    def switch_off() -> None:
+        raise RuntimeError("the machine was switched off")
+
+    config = small_config("loop.steps=6", "loop.checkpoint_every=100")
+    with RunFolder.resume(path) as folder:
+        chosen, _ = folder.checkpoint_paths()
+        with pytest.raises(RuntimeError, match="switched off"):
+            run_stages(config, folder, AtStep({1: switch_off}), checkpoint=read_checkpoint(chosen))
+        steps = [read_checkpoint(each).manifest.step for each in folder.checkpoint_paths()]
+        assert steps == [4, 2], "what was chosen is the newest now"
+        newest = folder.checkpoint_paths()[-1]
+        with pytest.raises(RuntimeError, match="switched off"):
+            run_stages(config, folder, AtStep({1: switch_off}), checkpoint=read_checkpoint(newest))
+        assert folder.checkpoint_paths()[-1] == newest, "naming the newest commits nothing"
+        run_stages(config, folder, Silent())
+    assert events(path, "resumed at step 2") == 3
+    check_history(path, steps=6)
 
 
 def test_a_commit_gives_all_restarts_back() -> None:

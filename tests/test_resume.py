@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ def test_a_group_cut_in_the_middle_of_its_admission_is_completed(run: Run) -> No
     assert start.cursor == 2
 
 
-async def restored(run: Run, start: Start, **changes: int) -> tuple[Intake, list[Record]]:
+async def restored(run: Run, start: Start, **changes: Any) -> tuple[Intake, list[Record]]:
     """The rollout side after a resume, and what it logged."""
     log = RolloutLogWriter(run.folder.log, inline=True)
     before = len(list(read(run.folder.log)))
@@ -249,6 +250,25 @@ def test_a_broken_group_is_dropped_whole_after_a_crash(run: Run) -> None:
     again = run.start(group_size=4)
     assert (again.pending, [rollout.group_id for rollout in again.finished]) == ((), ["b"] * 4)
     assert again.accounts["dropped"] == 3
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_batches_in_the_order_of_admission_stay_so(run: Run, group_size: int) -> None:
+    """Catches a resume after which what has ended, the short ones, is trained before what was admitted first."""
+    tasks = [task.id for task in map(GuessTasks(GuessConfig()).at, range(4)) if task is not None]
+    members = {task: [task] if group_size == 1 else [f"{task}#0", f"{task}#1"] for task in tasks}
+    run.log(
+        published(0, None),
+        *(admitted(name, place, group=task) for place, task in enumerate(tasks, 1) for name in members[task]),
+        *(finished(name, place, group=task) for place, task in enumerate(tasks[:0:-1]) for name in members[task]),
+    )
+    run.commit(0, 0)
+    settings = {"group_size": group_size, "batch_size": 2 * group_size, "batch_order": "admitted"}
+    intake, _ = run_virtual(restored(run, run.start(group_size), **settings))
+    assert (intake.waiting, intake.full) == (3 * group_size, False), "the first is still being played"
+    run.log(*(finished(name, 9, attempt=1, group=tasks[0]) for name in members[tasks[0]]))
+    intake, _ = run_virtual(restored(run, run.start(group_size), **settings))
+    assert [rollout.group_id for rollout in intake.take()] == [task for task in tasks[:2] for _ in range(group_size)]
 
 
 def test_another_group_size_drops_what_no_longer_fits(run: Run) -> None:

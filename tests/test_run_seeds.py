@@ -1,27 +1,34 @@
-"""The table over seeds, from what an experiment keeps of its runs."""
+"""Scripts over what an experiment keeps of its runs."""
 
 import gzip
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from sao.config import resolve, to_toml
 from sao.study.keep import METRICS
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "run_seeds.py"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where a dataclass looks for its module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_seeds", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXPERIMENTS / "run_seeds.py")
 
 
 def keep(folder: Path, means: list[float], variance: float | None = None) -> None:
@@ -69,3 +76,59 @@ def test_two_results_are_compared_seed_by_seed(script: ModuleType, tmp_path: Pat
     assert "| 1 | 0.700 | 0.720 | -0.020 |" in text
     # Mean 0.01, deviation 0.03, t(2, 0.95) = 2.920: 0.01 +- 2.920 * 0.03 / sqrt(3).
     assert "Difference over 3 seeds: +0.010, 90 % paired t-interval -0.041 to +0.061." in text
+
+
+def test_seeds_of_other_settings_are_named_and_not_resumed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a run resumed under other settings, and kept ones in a table that says it is of this command."""
+    config, results = tmp_path / "config.toml", tmp_path / "the results"
+    config.write_text("[loop]\nsteps = 30\n")
+    keep(results / "seed-0", [0.5, 0.75])
+    (results / "seed-1.run").mkdir()
+    for seed, place in enumerate(("seed-0", "seed-1.run")):
+        stored = to_toml(resolve(config, [f"seed={seed}", 'tasks.path="a b"']))
+        (results / place / "config.toml").write_text(stored)
+    ran: list[int] = []
+
+    def run_seed(config: Path, target: Path, seed: int, overrides: list[str]) -> None:
+        ran.append(seed)
+        (results / "seed-1.run").rename(target)
+        keep(target / "kept", [0.5, 0.75])
+        for path in (target / "kept").iterdir():
+            path.rename(target / path.name)
+
+    monkeypatch.setattr(script, "run_seed", run_seed)
+
+    def main(*more: str) -> str:
+        command = ["run_seeds.py", str(config), str(results), "--seeds", "0", "1", "--set", 'tasks.path="a b"', *more]
+        monkeypatch.setattr(sys, "argv", command)
+        script.main()
+        return (results / "summary.md").read_text()
+
+    config.write_text("[loop]\nsteps = 40\n")
+    with pytest.raises(SystemExit, match=r"(?s)nothing was run.*seed 1: loop.steps was 30, is 40"):
+        main()
+    assert not ran
+    assert not (results / "summary.md").exists()
+    config.write_text("[loop]\nsteps = 30\n")
+    same = main()
+    assert ran == [1]
+    assert "Other settings" not in same
+    config.write_text("[loop]\nsteps = 40\n")
+    assert "- seed 0: loop.steps was 30, is 40\n- seed 1: loop.steps was 30, is 40" in main()
+    assert f"'{results}' --seeds 0 1 --set 'tasks.path=\"a b\"'`" in same
+
+
+@pytest.mark.parametrize("folder", ["demo", "paper_shape"])
+def test_the_simulation_reads_committed_runs(folder: str, tmp_path: Path) -> None:
+    """Would catch a comparison with real runs that looks for metrics where none are kept, or that fails far from it."""
+    against_real = load(EXPERIMENTS / "simulate" / "against_real.py")
+    kept = EXPERIMENTS / folder / "results" / "seed-0"
+    real = against_real.read(kept)
+    assert [row["step"] for row in real.rows] == list(range(1, real.config["loop"]["steps"] + 1))
+    (tmp_path / "config.toml").write_bytes((kept / "config.toml").read_bytes())
+    with pytest.raises(FileNotFoundError, match=f"no metrics at {tmp_path / METRICS}"):
+        against_real.read(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(gzip.decompress((kept / METRICS).read_bytes()))
+    assert against_real.read(tmp_path) == real

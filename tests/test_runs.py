@@ -16,7 +16,9 @@ from sao.build import make_engine, make_trainer, make_worker, prepare_model, pre
 from sao.clock import VirtualClock, run_virtual
 from sao.config import RunConfig, to_toml
 from sao.envs.select import make_source
+from sao.evaluate import EvaluationConfig
 from sao.models.load import load_folder
+from sao.observe.metrics import last
 from sao.rollout.worker import rollout_seed
 from sao.stages import run_stages
 from sao.store.log import read
@@ -140,6 +142,15 @@ def check_history(path: Path, *, steps: int) -> None:
     assert set(state.fates.values()) <= set(Fate)
     assert state.quarantined <= 1
     assert state.cursor >= len({each.split("@")[0] for each in manifest.consumed})
+
+
+def test_a_collapse_may_take_several_evaluations() -> None:
+    """Catches a run that ends at one dip, or at two that are not in a row."""
+    config = EvaluationConfig(stop_below=0.25, stop_from_step=20, stop_in_a_row=2)
+    collapsed = config.collapse_rule()
+    means = {0: 0.0, 10: 0.0, 20: 0.1, 30: 0.5, 40: 0.0, 50: 0.2}
+    said = {step: collapsed(step, {"eval/overall/mean": last(mean)}) for step, mean in means.items()}
+    assert [step for step, ends in said.items() if ends] == [50]
 
 
 def test_a_run_that_collapses_ends_there(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     python experiments/simulate/against_real.py
 
-Costs come from one stretch of a run's metrics.jsonl, and what they predict is compared with another stretch that they
+Costs come from one stretch of a run's metrics, and what they predict is compared with another stretch that they
 have not seen.
 
     turns           mean; spread from how much the mean of a batch moves from one step to the next
@@ -23,6 +23,7 @@ from sao.loop import LoopConfig
 from sao.observe.run_data import read_metrics
 from sao.simulate.run import SLOT_SECONDS, Measured, Row, measure, simulate
 from sao.simulate.settings import Distribution, SimulationConfig
+from sao.study.keep import METRICS
 
 HERE = Path(__file__).parent
 DEMO, SHAPE = HERE.parent / "demo/results/seed-0", HERE.parent / "paper_shape/results/seed-0"
@@ -41,7 +42,7 @@ STEPS, WARMUP = 40, 10
 
 @dataclass(frozen=True)
 class Real:
-    """A committed run: its settings, and its training rows."""
+    """A run: its settings, and its training rows."""
 
     config: Mapping[str, Any]
     rows: Sequence[Row]
@@ -52,12 +53,14 @@ class Real:
 
 
 def read(folder: Path) -> Real:
-    """A run that was kept. Its busy slots are estimated by Little's law: trained rollouts times their seconds.
+    """A run that was kept, or a run folder. Its busy slots are estimated by Little's law: trained rollouts times their
+    seconds.
 
     In a window that may come to more than there are slots.
     """
     config = tomllib.loads((folder / "config.toml").read_text())
-    read_rows: Sequence[Any] = read_metrics(folder / "metrics.jsonl").rows
+    plain, kept = folder / METRICS.removesuffix(".gz"), folder / METRICS
+    read_rows: Sequence[Any] = read_metrics(plain if plain.is_file() else kept).rows
     rows = [row for row in read_rows if row["stage"] == "train"]
     seconds = np.cumsum([row["rollout/seconds"] for row in rows]) * config["loop"]["batch_size"]
     return Real(config, [{**row, SLOT_SECONDS: float(busy)} for row, busy in zip(rows, seconds, strict=True)])

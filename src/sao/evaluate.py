@@ -1,4 +1,4 @@
-"""Repeated sampling of a set of tasks: mean@k, unbiased pass@k, intervals, and differences of two evaluations.
+"""Repeated sampling of a set of tasks: mean@k, unbiased pass@k, and their intervals.
 
 A rollout that failed by infrastructure says nothing about the policy: it is left out of every number, and counted.
 """
@@ -41,6 +41,9 @@ class EvaluationConfig:
     whatever it scores."""
     stop_from_step: int = 0
     """First step whose evaluation may end the run by stop_below; an untrained policy may well lie below it."""
+    stop_in_a_row: int = 1
+    """Evaluations below stop_below, one after another, that end the run; a policy may come back from one. A resume
+    counts from 0."""
     samples: int = 1
     """Rollouts of each task. The paper takes 16 for contests and 4 for BeyondAIME."""
     pass_k: tuple[int, ...] = (1,)
@@ -54,7 +57,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         lowest = {"every_steps": 1, "tasks": 0, "final_tasks": 0, "samples": 1, "bootstrap_samples": 100, "seed": 0}
-        lowest["stop_from_step"] = 0
+        lowest |= {"stop_from_step": 0, "stop_in_a_row": 1}
         for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
@@ -68,12 +71,19 @@ class EvaluationConfig:
                 f"evaluation.pass_k: pass@{bad[0]} needs 1 <= k <= samples, which is {self.samples}; raise samples"
             )
 
-    def collapsed(self, step: int, metrics: Metrics) -> bool:
-        """Whether an evaluation after `step` says that the run is to end, by stop_below."""
-        mean = metrics.get(f"eval/{OVERALL}/mean")
-        if self.stop_below is None or mean is None or step < self.stop_from_step:
-            return False
-        return mean.value < self.stop_below
+    def collapse_rule(self) -> Callable[[int, Metrics], bool]:
+        """Says of each evaluation, by its step, whether the run is to end by stop_below."""
+        low = 0
+
+        def collapsed(step: int, metrics: Metrics) -> bool:
+            nonlocal low
+            mean = metrics.get(f"eval/{OVERALL}/mean")
+            if self.stop_below is None or mean is None or step < self.stop_from_step:
+                return False
+            low = low + 1 if mean.value < self.stop_below else 0
+            return low >= self.stop_in_a_row
+
+        return collapsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +180,6 @@ async def evaluate(
     concurrency: int,
     seed: int,
     on_progress: Callable[[int, int], None] | None = None,
-    on_rollout: Callable[[Rollout], None] | None = None,
 ) -> Evaluation:
     """Play each task `samples` times, `concurrency` at once; draws depend on (seed, task id, sample) alone.
 
@@ -191,8 +200,6 @@ async def evaluate(
             draws = key(seed, "evaluation", task.id, sample)
             rollout = await worker.run(task, group_id=task.id, attempt=sample, seed=draws)
             outcomes[place] = _outcome(task, sample, rollout)
-            if on_rollout is not None:
-                on_rollout(rollout)
             if on_progress is not None:
                 on_progress(len(outcomes), len(places))
 
@@ -239,21 +246,6 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def paired_difference(first: Evaluation, second: Evaluation, config: EvaluationConfig) -> Interval:
-    """Second minus first in mean@k over the tasks that both measured, with a bootstrap interval over these tasks.
-
-    Raises ValueError if the two have no task in common.
-    """
-    before, after = _prompt_means(first.outcomes), _prompt_means(second.outcomes)
-    differences = [after[task] - before[task] for task in before if task in after]
-    if not differences:
-        raise ValueError("the two evaluations have no measured task in common; evaluate both on the same tasks")
-    low, high = bootstrap_interval(
-        differences, config.confidence, resamplings=config.bootstrap_samples, seed=config.seed
-    )
-    return Interval(mean=float(np.mean(differences)), low=low, high=high, count=len(differences))
-
-
 def paired_t_interval(differences: Sequence[float], confidence: float = 0.95) -> Interval:
     """Student's interval of the mean of paired differences, one per seed. Raises ValueError for fewer than two."""
     count = len(differences)
@@ -291,10 +283,6 @@ def _by_task(outcomes: Iterable[Outcome], read: Callable[[Outcome], float | None
 
 def _means(by_task: dict[str, list[float]]) -> dict[str, float]:
     return {task: sum(numbers) / len(numbers) for task, numbers in by_task.items()}
-
-
-def _prompt_means(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    return _means(_by_task(outcomes, lambda outcome: outcome.reward))
 
 
 def _mark_mean(name: str, outcomes: Iterable[Outcome]) -> float:

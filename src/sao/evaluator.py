@@ -12,6 +12,7 @@ from sao.envs.select import ENDLESS, World, make_source
 from sao.evaluate import evaluate
 from sao.loop import EvaluationLostError
 from sao.observe.metrics import Metrics
+from sao.rollout.pool import WorkerStartError
 from sao.rollout.protocol import RolloutWorker
 from sao.types import Snapshot, Task
 
@@ -46,7 +47,8 @@ class Evaluator:
     async def __call__(self, snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
         """Play the held-out tasks under these weights: `final_tasks` in the first and last evaluation of a run.
 
-        Raises EvaluationLostError if the engine dies or hangs; that costs one evaluation, the next gets a new engine.
+        Raises EvaluationLostError if the engine dies or hangs, the worker does not start, or every rollout fails by
+        infrastructure; that costs one evaluation, the next gets a new engine and worker.
         """
         config = self._config.evaluation
         tasks = evaluation_tasks(self._config, (at_an_end and config.final_tasks) or config.tasks)
@@ -62,10 +64,16 @@ class Evaluator:
                 on_progress=lambda done, total: self._progress(f"evaluation at step {step}", done, total),
             )
             result = await unless_failed(work, self._supervise())
-            if any(outcome.reward is None for outcome in result.outcomes):
+            failed = [outcome for outcome in result.outcomes if outcome.reward is None]
+            if failed:
                 # With the engine gone everything fails at once, before anybody looks after it.
                 await self._engine_lives()
+                if len(failed) == len(result.outcomes):
+                    # So it does with a worker that has used up its restarts, which a new one may mend.
+                    raise EvaluationLostError(f"every rollout of it failed: {failed[-1].failure_text}")
             complete = True
+        except WorkerStartError as error:
+            raise EvaluationLostError(f"its worker did not start: {error}") from error
         except (EngineError, WaitTimeoutError) as error:
             raise EvaluationLostError(f"its engine failed: {error}") from error
         finally:

@@ -54,6 +54,8 @@ class Intake:
         self._cursor, self._position = start.cursor, start.position
         self._begun: dict[str, int] = {}
         self._players: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Players that were cancelled with their group, until they have ended."""
         self._ended: asyncio.Queue[tuple[Member, Rollout]] = asyncio.Queue()
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exhausted = False
@@ -65,7 +67,7 @@ class Intake:
         pending = [replace(member, admitted=self._clock.now()) for member in start.pending]
         for member in pending:
             self._record_admission(member)
-        for rollout_id in self._admission.restore(pending, start.finished):
+        for rollout_id in self._admission.restore(pending, start.finished, start.groups):
             self._drop(rollout_id, "its group is incomplete after resume")
 
     # What the training side asks.
@@ -129,11 +131,13 @@ class Intake:
         }
 
     async def close(self) -> None:
-        """Admit nothing more and cancel what is running. Safe to call twice."""
+        """Admit nothing more and cancel what is running; returns when all players have ended. Safe to call twice."""
         self._closed = True
         players = list(self._players.values())
         self._players.clear()
         await end_tasks(*players)
+        # Not cancelled again: that would cut their clean-up short.
+        await asyncio.gather(*self._leaving, return_exceptions=True)
 
     # The loops.
 
@@ -162,17 +166,14 @@ class Intake:
             ended = [await self._ended.get()]
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
-            if any(rollout.failure is FailureKind.INFRASTRUCTURE for _, rollout in ended):
+            # What can be trained on is safe before the others are looked at: they may end the run.
+            await self._keep([(member, rollout) for member, rollout in ended if rollout.trainable])
+            others = [(member, rollout) for member, rollout in ended if not rollout.trainable]
+            if any(rollout.failure is FailureKind.INFRASTRUCTURE for _, rollout in others):
                 # With the engine gone everything fails at once. That ends the run, and must not use up these tasks.
                 await self._engine_lives()
-            good = [pair for pair in ended if self._settle(*pair)]
-            for _, rollout in good:
-                self._log.append(Finished(rollout=rollout, position=self._position))
-                self._position += 1
-            await self._log.durable()
-            for member, rollout in good:
-                self._admission.finish(member, rollout)
-                self.accounts.add("finished")
+            for member, rollout in others:
+                self._settle(member, rollout)
             self._changed.notify()
 
     async def watch_players(self) -> None:
@@ -239,22 +240,37 @@ class Intake:
         if not player.cancelled() and player.exception() is not None and not self._crash.done():
             self._crash.set_exception(player.exception() or AssertionError())
 
-    def _settle(self, member: Member, rollout: Rollout) -> bool:
-        """Deal with an ending; True if the rollout may be trained on."""
+    def _ended_in_place(self, member: Member, rollout: Rollout) -> bool:
+        """Count an ending; False if its group was lost meanwhile: it was counted then."""
         self._players.pop(member.key, None)
         self._begun.pop(member.key, None)
         if member.key not in self._admission.running:
-            return False  # its group was lost while it ended, and it was counted then
+            return False
         failed = rollout.failure is FailureKind.INFRASTRUCTURE
         self.accounts.attempt(failed=failed, retry=member.failures > 0)
-        if rollout.trainable:
-            return True
-        if not failed:
+        return True
+
+    async def _keep(self, ended: list[tuple[Member, Rollout]]) -> None:
+        """Log rollouts that may be trained on, and give them to the batch once they are durable."""
+        kept = [pair for pair in ended if self._ended_in_place(*pair)]
+        for _, rollout in kept:
+            self._log.append(Finished(rollout=rollout, position=self._position))
+            self._position += 1
+        await self._log.durable()
+        for member, rollout in kept:
+            self._admission.finish(member, rollout)
+            self.accounts.add("finished")
+        self._changed.notify()
+
+    def _settle(self, member: Member, rollout: Rollout) -> None:
+        """Deal with an ending that cannot be trained on."""
+        if not self._ended_in_place(member, rollout):
+            return
+        if rollout.failure is FailureKind.INFRASTRUCTURE:
+            self._settle_failure(member, rollout)
+        else:
             self.accounts.add("untrainable")
             self._lose_group(member, UNTRAINABLE)
-            return False
-        self._settle_failure(member, rollout)
-        return False
 
     def _settle_failure(self, member: Member, rollout: Rollout) -> None:
         self.accounts.add("infrastructure_failures")
@@ -278,6 +294,8 @@ class Intake:
             player = self._players.pop(other.key, None)
             if player is not None:
                 player.cancel()
+                self._leaving.add(player)
+                player.add_done_callback(self._leaving.discard)
             self._drop(other.rollout_id, f"its group lost {member.rollout_id}")
         for rollout in finished:
             self._drop(rollout.id, f"its group lost {member.rollout_id}")

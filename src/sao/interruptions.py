@@ -31,7 +31,7 @@ class Stops:
             return
         self.asked = True
         self._say(
-            "stopping once this step is committed, without a running evaluation "
+            "stopping once this step is committed, and in virtual time a running evaluation has ended "
             "(Ctrl-C again stops at once, at the last commit)"
         )
         self.orchestrator.stop()

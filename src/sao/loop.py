@@ -112,6 +112,8 @@ class Start:
     """Interrupted rollouts, to be played again."""
     finished: tuple[Rollout, ...] = ()
     """Finished and not consumed, in completion order."""
+    groups: tuple[str, ...] = ()
+    """Ids of all groups that were ever admitted, in that order."""
     consumed: tuple[str, ...] = ()
     """Ids of the rollouts trained so far, in order."""
     baseline: dict[str, object] = field(default_factory=dict)

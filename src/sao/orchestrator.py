@@ -13,7 +13,7 @@
           |         |                  |
           +---------+ places free      +--> deliver: newest weights to the engine, rollouts in flight
                                        +--> evaluate: pinned weights, on an engine of its own
-    supervise: asks engine after its health; bounds failures    collect_garbage: rarely
+    supervise: asks the engine after its health    collect_garbage: rarely
 
 Only train is finite; its end, at a collapse too, or a failure that cannot be repaired, unwinds the rest.
 """
@@ -94,7 +94,8 @@ class Orchestrator:
         )
 
     def stop(self) -> None:
-        """Ask for a clean end: the step under way is finished and committed; evaluations are not waited for."""
+        """Ask for a clean end: the step under way is finished and committed; only in virtual time, where a stop is to
+        change nothing that is logged, are evaluations waited for."""
         self._stopping = self._interrupted = True
         self._changed.notify()
         self._evaluations_changed.notify()
@@ -120,7 +121,9 @@ class Orchestrator:
             loops.append(train)  # type: ignore[arg-type]
             await _first_failure_or(train, loops)
             await intake.close()
-            await _first_failure_or(asyncio.ensure_future(self._last_evaluation()), loops[:-1])
+            evaluated = asyncio.create_task(self._last_evaluation(), name="last evaluation")
+            loops[-1] = evaluated  # in the place of train, which has ended
+            await _first_failure_or(evaluated, loops)
             return replace(train.result(), reason="stopped") if self._interrupted else train.result()
         finally:
             await intake.close()
@@ -153,7 +156,8 @@ class Orchestrator:
         return bool(token_ages([rollout], self._tree, self._version).max() > self._config.max_age)
 
     async def train(self) -> Outcome:
-        """Takes batches; gives weights, metrics and commits. Waits for a batch, never for the engine to load.
+        """Takes batches; gives weights, metrics and commits. Waits for a batch, never for the engine to load weights;
+        after a step for the engine's health.
 
         Woken by assemble. Ends after the last step, at the end of a finite source, or when asked to stop.
         """
@@ -316,9 +320,10 @@ class Orchestrator:
             self._evaluations_changed.notify()
 
     async def _last_evaluation(self) -> None:
-        """Returns once every evaluation that was asked for is done, or at once when asked to stop."""
+        """Returns once every evaluation that was asked for is done, in real time at once when asked to stop."""
+        hurried = not self._clock.virtual
         await self._evaluations_changed.until(
-            lambda: self._interrupted or (self._asked is None and not self._evaluating)
+            lambda: (hurried and self._interrupted) or (self._asked is None and not self._evaluating)
         )
 
     async def supervise(self) -> None:

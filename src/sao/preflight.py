@@ -232,6 +232,13 @@ def _evaluation(config: RunConfig, scratch: Path) -> Iterator[Finding]:
         if held_out.at(0) is None:
             yield Finding(good=False, text=f"evaluation: the task source {held_out.name} has no task")
         elif trained_on(tasks, config.tasks):
+            # Beside others and by its name it is wanted: how far training and held-out tasks lie apart.
+            wanted = tasks.split == "train" and any(
+                not trained_on(other, config.tasks) for other in config.evaluation_tasks
+            )
+            if wanted:
+                yield Finding(good=True, text=f"evaluation: {held_out.name} is what is trained on, as a data set apart")
+                continue
             yield Finding(
                 good=False,
                 text=f"evaluation: {held_out.name} is what is trained on; set tasks.held_out_share = 0.1, "

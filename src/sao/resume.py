@@ -34,6 +34,17 @@ async def commit_run(folder: RunFolder, trainer: Trainer, manifest: Manifest, cl
     await clock.external(finish, cost=0.0)
 
 
+def uncommitted(checkpoint: Checkpoint | None, folder: RunFolder) -> Manifest | None:
+    """Where training begins, unless the newest commit says so; once it is committed every resume goes on from it.
+
+    In a new run that is after the stages before training; later, a checkpoint that was chosen over the newest.
+    """
+    if checkpoint is None:
+        return Manifest(step=0, version=0, consumed=(), cursor=0)
+    newest = folder.checkpoint_paths()[-1:]
+    return None if any(map(checkpoint.path.samefile, newest)) else checkpoint.manifest
+
+
 def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) -> Start:
     """Where the loop goes on after `checkpoint`: nothing finished is lost, nothing consumed comes again."""
     manifest = checkpoint.manifest
@@ -49,6 +60,7 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
         position=state.next_position,
         pending=(*pending, *_never_admitted(state, pending, group_size)),
         finished=state.waiting,
+        groups=_groups(state),
         consumed=manifest.consumed,
         baseline=dict(manifest.baseline),
         accounts=_accounts(state, manifest),
@@ -71,7 +83,11 @@ def _check_whole(state: LogState, checkpoint: Checkpoint, folder: RunFolder) -> 
 
 def _cursor(state: LogState) -> int:
     """Tasks taken. The last admission may be lost to damage while the rollout that it led to is not."""
-    return max(state.cursor, len({task_id.rpartition("#")[0] or task_id for task_id in state.fates}))
+    return max(state.cursor, len(_groups(state)))
+
+
+def _groups(state: LogState) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(task_id.rpartition("#")[0] or task_id for task_id in state.fates))
 
 
 def _edges(state: LogState, manifest: Manifest) -> tuple[tuple[int, int | None], ...]:

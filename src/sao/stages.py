@@ -45,7 +45,7 @@ from sao.observe.metrics import last as last_of
 from sao.observe.sinks import MetricsSink
 from sao.orchestrator import Orchestrator
 from sao.pipeline.baselines import make_baseline
-from sao.resume import commit_run, start_from
+from sao.resume import commit_run, start_from, uncommitted
 from sao.rollout.protocol import RolloutWorker
 from sao.rollout.worker import rollout_seed
 from sao.store.log import RolloutLogWriter, read
@@ -117,8 +117,8 @@ def run_stages(
     """Do what the folder does not hold yet, up to the stage `last`. Returns how training ended, if it came to it.
 
     A first Ctrl-C or SIGTERM while training ends it after the step under way, committed; any other raises
-    KeyboardInterrupt. An evaluation under way is cancelled: that of the step which the run stopped at comes again on
-    resume, an earlier one is left out.
+    KeyboardInterrupt. An evaluation under way is waited for in virtual time; in real time it is cancelled: that of the
+    step which the run stopped at comes again on resume, an earlier one is left out.
     """
     checkpoint = checkpoint or latest_commit(folder)
     tokenizer = prepare_tokenizer(config, folder.path / "tokenizer")
@@ -230,8 +230,9 @@ def sft_traces(config: RunConfig, stage: SftStageConfig, number: int) -> list[Tr
 
 
 async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: Last) -> Outcome | None:
-    """Value pretraining, if it is not done, and training; again from the last commit after the trainer was lost."""
+    """Value pretraining, if it is not done, and training; again after the trainer was lost, from the last commit."""
     stops, restarts = Stops(prepared.reporter.say), Restarts(prepared.config.trainer.max_restarts)
+    found = prepared.folder.checkpoint_paths()[-1:]
     while True:
         try:
             return await _train(prepared, checkpoint, stops, restarts, last=last)
@@ -239,7 +240,9 @@ async def train_run(prepared: Prepared, checkpoint: Checkpoint | None, *, last: 
             stops.orchestrator = None
             if stops.asked or (pause := restarts.another()) is None:
                 raise
-            checkpoint = latest_commit(prepared.folder) or checkpoint
+            if prepared.folder.checkpoint_paths()[-1:] != found:
+                # Only a commit made here: the newest that was found may be one that `checkpoint` was chosen over.
+                checkpoint = latest_commit(prepared.folder)
             said = f"the trainer was lost; starting again from the last commit: {error}"
             prepared.folder.write_event(said)
             prepared.reporter.say(said)
@@ -273,11 +276,10 @@ async def _train(
             await commit_run(folder, trainer, manifest, clock, prepared.tokenizer)
             restarts.committed()
 
-        if checkpoint is None:
-            if config.value_pretraining is not None:
-                await pretrain_values(prepared, clock, trainer, worker)
-            # The first commit: from here on a run can be resumed without repeating the stages before.
-            await commit(Manifest(step=0, version=0, consumed=(), cursor=0))
+        if checkpoint is None and config.value_pretraining is not None:
+            await pretrain_values(prepared, clock, trainer, worker)
+        if (beginning := uncommitted(checkpoint, folder)) is not None:
+            await commit(beginning)
         if last == "value_pretraining":
             return None
         evaluator = Evaluator(config, clock, prepared.tokenizer, prepared.reporter.progress)
@@ -295,7 +297,7 @@ async def _train(
             evaluate_every=config.evaluation.every_steps,
             emit=partial(_emit_counted, prepared, restarts.count),
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
-            collapsed=config.evaluation.collapsed,
+            collapsed=config.evaluation.collapse_rule(),
             ends_differ=bool(config.evaluation.final_tasks),
             note=folder.write_event,
             worker_restarts=lambda: worker_restarts(worker),

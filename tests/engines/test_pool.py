@@ -300,6 +300,46 @@ def test_a_pool_that_cannot_be_repaired_says_so(tmp_path: Path):
     run(play)
 
 
+@pytest.mark.parametrize("where", ["stop", "make", "load"])
+def test_an_error_that_nobody_foresaw_leaves_its_cause(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches a place that stays empty without a word, since the task that was to fill it ended by another error than
+    the known ones: a run then ends for want of an engine, and nobody learns why."""
+    snapshots = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2)}
+    maker, published = Maker(), asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        raise KeyError(where)
+
+    async def make(place: int, start: Snapshot) -> Engine:
+        engine = await maker(place, start)
+        if len(maker.made) == 3:
+            if where == "make":
+                raise KeyError(where)
+            await published.wait()
+            monkeypatch.setattr(engine, "load", fail)
+        return engine
+
+    async def play() -> None:
+        restarts = 0 if where == "stop" else 1
+        pool = await EnginePool.start(make, 2, snapshots[1], replace(QUICK, health_every_s=60, max_restarts=restarts))
+        first, second = maker.made
+        if where == "stop":
+            monkeypatch.setattr(first, "stop", fail)
+        first.dead = True
+        assert (await pool.health()).replicas == 1
+        await pool.load(snapshots[2])
+        published.set()
+        if where != "stop":
+            await until(lambda: len(maker.made) == 3)
+        second.dead, maker.refuse = True, "no GPU left"
+        with pytest.raises(EngineError, match=rf"replica 0: .*KeyError\('{where}'\); replica 1: "):
+            await answer(pool, [1])
+        assert where != "load" or maker.made[2].stopped
+        await pool.stop()
+
+    run(play, 120)
+
+
 def test_a_generation_that_kills_replicas_is_stopped(tmp_path: Path):
     """Catches one poisonous prompt that takes down every replica, one after another."""
     first = snapshot(tiny(1), tmp_path, 1)

@@ -308,6 +308,20 @@ def test_every_wait_ends(tmp_path: Path):
     run(play)
 
 
+def test_a_server_that_somebody_pauses_before_its_first_words_is_refused(tmp_path: Path):
+    """Catches a start, or a replacement, that waits for ever for the words of a server that a second user paused."""
+    first = snapshot(tiny(1), tmp_path, 1)
+
+    async def play(server: FakeVllm) -> None:
+        server.queued = {3}  # the check's prompt begins so
+        connecting = VllmEngine.connect(server.address, first, ENGINE, replace(CONFIG, probe_timeout_s=3.0))
+        with pytest.raises(EngineError, match=r"phase check: 4 tokens did not come within vllm\.probe_timeout_s = 3 s"):
+            await asyncio.wait_for(connecting, 60)
+        assert server.calls[-1] == "POST /v1/completions"
+
+    run(play)
+
+
 def test_of_loads_that_wait_only_the_newest_is_done(tmp_path: Path):
     """Catches a server that is stopped once for every version that a fast trainer publishes."""
     snapshots: dict[int, Snapshot] = {version: snapshot(tiny(version), tmp_path, version) for version in (1, 2, 3, 4)}

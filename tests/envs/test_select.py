@@ -220,3 +220,17 @@ def test_a_file_is_split_and_the_parts_share_no_task(tmp_path: Path) -> None:
     whole = TasksConfig(source="file", path=str(path))
     assert trained_on(whole, whole)
     assert not trained_on(replace(whole, path="other.jsonl"), whole)
+
+
+def test_a_pool_of_generated_tasks_is_of_the_part_trained_on() -> None:
+    """Would catch demonstrations and evaluations that are cut to a pool to train on, and one evaluated that is not."""
+    config = TasksConfig(source="chain", limit=5)
+    sizes = {use: len({task.prompt_id for task in map(make_source(config, use, seed=0).at, range(40)) if task})
+             for use in ("train", "sft", "evaluation")}  # fmt: skip
+    assert sizes == {"train": 5, "sft": 40, "evaluation": 40}
+    pool = make_source(TasksConfig(source="chain", limit=5, split="train"), "evaluation", seed=0)
+    trained = make_source(config, "train", seed=0)
+    assert {task.prompt_id for index in range(9) if (task := pool.at(index))} == {
+        task.prompt_id for index in range(9) if (task := trained.at(index))
+    }
+    assert pool.at(5) is None

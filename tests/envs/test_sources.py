@@ -1,4 +1,4 @@
-"""Sources of tasks: order and cycles, mixtures, and files as they come from other programs."""
+"""Sources of tasks: order and cycles, and files as they come from other programs."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao.envs.sources import ListSource, MixedSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
+from sao.envs.sources import ListSource, gsm8k_tasks, imo_answerbench_tasks, read_tasks
 from sao.types import Task
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -94,30 +94,6 @@ def test_finite_and_unshuffled() -> None:
         ListSource([], name="s")
 
 
-def test_mixture_keeps_weights_and_each_source_in_order() -> None:
-    """Would catch a source whose tasks are skipped when the other one is drawn."""
-    few, many = ListSource(made(7), name="few"), ListSource(made(7), name="many")
-    mixed = MixedSource([(few, 1.0), (many, 3.0)], seed=5)
-    tasks = [mixed.at(i) for i in range(2000)]
-    from_few = [task for task in tasks if task and task.data_set == "few"]
-    assert len(from_few) / 2000 == pytest.approx(0.25, abs=0.03)
-    assert from_few == [few.at(i) for i in range(len(from_few))]
-    fresh = MixedSource([(few, 1.0), (many, 3.0)], seed=5)
-    assert fresh.at(1500) == tasks[1500]
-
-
-def test_mixture_refuses_what_cannot_work() -> None:
-    """Would catch shares that change unseen when a source ends, and ids that collide."""
-    endless, finite = ListSource(made(3), name="a"), ListSource(made(3), name="b", cycle=False)
-    mixed = MixedSource([(endless, 1.0), (finite, 1.0)])
-    with pytest.raises(ValueError, match="'b' of the mixture 'mixed' ended"):
-        [mixed.at(i) for i in range(100)]
-    with pytest.raises(ValueError, match="must be > 0"):
-        MixedSource([(endless, 0.0)])
-    with pytest.raises(ValueError, match="collide"):
-        MixedSource([(endless, 1.0), (endless, 1.0)])
-
-
 @needs_data
 def test_gsm8k() -> None:
     """Would catch gold answers cut at a comma, and lines lost."""
@@ -161,30 +137,6 @@ def test_a_cursor_is_all_that_a_source_needs(count: int, seed: int, visits: list
         assert task.id.startswith(f"s/{index // count}/")
     cycle = [source.at(3 * count + place) for place in range(count)]
     assert sorted(task.answer for task in cycle if task) == sorted(map(str, range(count)))
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    weights=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), seed=st.integers(0, 2**40), at=st.integers(0, 1500)
-)
-def test_a_mixture_interleaves_its_sources(weights: list[float], seed: int, at: int) -> None:
-    """Would catch tasks lost or doubled when sources are mixed, also where the counts are extended."""
-
-    def mixture() -> MixedSource:
-        return MixedSource([(ListSource(made(5), name=f"s{i}"), weight) for i, weight in enumerate(weights)], seed=seed)
-
-    first = mixture().at(at)
-    mixed = mixture()
-    tasks = [task for index in range(at, at + 40) if (task := mixed.at(index)) is not None]
-    assert tasks[0] == first
-    assert len({task.id for task in tasks}) == len(tasks)
-    for number in range(len(weights)):
-        mine = [task for task in tasks if task.data_set == f"s{number}"]
-        alone = ListSource(made(5), name=f"s{number}")
-        ids = (alone.at(index) for index in range(at + 40))
-        if mine:
-            start = next(index for index, task in enumerate(ids) if task == mine[0])
-            assert mine == [alone.at(start + offset) for offset in range(len(mine))]
 
 
 def test_the_same_prompt_is_recognised_in_every_cycle() -> None:

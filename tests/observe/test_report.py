@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_examples import BATCH, make_run, train_row
+from run_examples import BATCH, admit, make_run, train_row
 
 from sao.observe.catalogue import PLOTS
 from sao.observe.figures import idle, smooth, throughput
 from sao.observe.report import write_report
 from sao.observe.run_data import read_run
+from sao.store.log import RolloutLogWriter
+from sao.store.records import Dropped
 from sao.store.run_folder import RunFolder
 
 
@@ -127,6 +129,24 @@ def test_parts_that_were_replaced_are_told(tmp_path: Path) -> None:
     assert "A rollout process died or hung, and was replaced, times: 3 (`loop/worker_restarts`)" in text
     assert "went on from its last commit, times: 1 (`loop/trainer_restarts`)" in text
     assert "taken out" not in text
+
+
+@pytest.mark.usefixtures("two_figures")
+def test_drops_are_counted_by_their_kind(tmp_path: Path) -> None:
+    """Would catch a row per lost group, which also pushes the other reasons out of the table."""
+    path = make_run(tmp_path / "run", steps=2)
+    writer = RolloutLogWriter(path / "log", inline=True)
+    for index in range(40):
+        admit(writer, f"member{index}", 100 + index)
+        reason = f"its group lost chain/0/3 {index}:7@1" if index else "its group is incomplete after resume"
+        writer.append(Dropped(rollout_id=f"member{index}.0", reason=reason))
+    writer.close()
+    rows = write_report(path).read_text().partition("| reason of a drop | rollouts |")[2].splitlines()[2:5]
+    assert rows == [
+        "| its group lost a rollout | 39 |",
+        "| over_age | 2 |",
+        "| its group is incomplete after resume | 1 |",
+    ]
 
 
 def test_no_run_no_report(tmp_path: Path) -> None:

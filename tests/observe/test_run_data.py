@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from run_examples import BATCH, eval_row, make_run
 
-from sao.observe.run_data import increments, read_run, surviving
+from sao.observe.run_data import increments, read_metrics, read_run, surviving
 from sao.store.run_folder import RunFolder
 
 
@@ -86,3 +86,12 @@ def test_damage_is_counted(tmp_path: Path) -> None:
     assert data.name == "run"
     with pytest.raises(ValueError, match="no run folder"):
         read_run(tmp_path / "nothing")
+
+
+def test_only_a_run_folder_may_lack_metrics(tmp_path: Path) -> None:
+    """Would catch a wrong path read as a run without rows, and a report that needs a row."""
+    path = make_run(tmp_path / "run", steps=0, evaluate=False)
+    assert not (path / "metrics.jsonl").exists()
+    assert read_run(path).rows == ()
+    with pytest.raises(FileNotFoundError, match=r"no metrics at .*metrics\.jsonl; a run folder has"):
+        read_metrics(path / "metrics.jsonl")

@@ -255,6 +255,21 @@ def test_a_restore_beyond_the_capacity_admits_nothing_until_places_are_free() ->
     assert [rollout.task_id for rollout in small.take(partial=True)] == ["t4"]
 
 
+def test_in_order_a_restore_takes_the_order_of_admission() -> None:
+    """Catches batches of short rollouts after a resume, and an earlier source's rollouts that nobody waits for."""
+    three = admission(batch_size=2, max_batches_ahead=2, in_order=True)
+    finished = [make_rollout(name) for name in ("d", "earlier", "b")]
+    assert three.restore([*members_of("a", 1), *members_of("c", 1)], finished, ["a", "b", "c", "d"]) == []
+    assert three.take() == ()
+    first = three.start()
+    three.finish(first, rollout_of(first))
+    assert [rollout.task_id for rollout in three.take()] == ["earlier", "a"]
+    assert three.take() == ()
+    second = three.start()
+    three.finish(second, rollout_of(second))
+    assert [rollout.task_id for rollout in three.take()] == ["b", "c"]
+
+
 def test_in_order_a_batch_waits_for_those_that_were_admitted_first() -> None:
     """Catches a batch that leaves out the slowest, and one that never comes since what was taken counts as missing."""
     three = admission(batch_size=2, max_batches_ahead=2, in_order=True)

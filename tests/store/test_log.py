@@ -179,7 +179,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(tmp_path: Path, mode: str) ->
     assert int(durable) > 10
     assert "File too large" in message
     assert str(tmp_path) in message
-    assert "sao resume" in message
+    assert "free space on that disk, then go on with `sao resume`" in message
     assert later == ["refused", "refused"]
     contents = read(tmp_path)
     names = [record.rollout_id for record in contents if isinstance(record, Dropped)]
@@ -218,6 +218,21 @@ def test_a_file_system_without_space_is_named(tmp_path: Path) -> None:
             writer.close()
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_record_without_an_encoding_is_no_full_disk(tmp_path: Path, inline: bool) -> None:
+    """Would catch somebody who frees space for a task whose details the log cannot write."""
+
+    async def main() -> None:
+        writer = RolloutLogWriter(tmp_path, inline=inline)
+        with pytest.raises(LogWriteError, match="cannot stand in a frame's header") as raised:
+            await writer.append(Dropped(rollout_id="a", reason=object())).durable()  # type: ignore[arg-type]
+        assert "free space" not in str(raised.value)
+        with pytest.raises(LogWriteError):
+            writer.close()
+
+    asyncio.run(main())
 
 
 def test_reading_changes_nothing(tmp_path: Path) -> None:

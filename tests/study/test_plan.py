@@ -56,7 +56,7 @@ def write(folder: Path, plan: str = PLAN, base: str = BASE) -> Path:
 
 def test_what_lies_above_what(tmp_path: Path) -> None:
     """Catches a base that overrides the recipe, and an arm that does not override the plan."""
-    path = write(tmp_path, PLAN + "[collapse]\nbelow = 0.05\nfrom_step = 3\n")
+    path = write(tmp_path, PLAN + "[collapse]\nbelow = 0.05\nfrom_step = 3\nin_a_row = 2\n")
     plan = read_plan(path)
     configs = arm_configs(plan, path)
     assert list(configs) == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
@@ -65,7 +65,7 @@ def test_what_lies_above_what(tmp_path: Path) -> None:
     assert (b.loop.steps, b.loop.batch_size, b.loop.group_size) == (7, 16, 2)
     assert (a.algorithm.ratio_low, b.algorithm.ratio_low) == (0.7, 0.4)
     assert (a.recipe, a.seed, a.name, b.recipe) == ("grpo-dis", 1, "p-a", "")
-    assert (a.evaluation.stop_below, a.evaluation.stop_from_step) == (0.05, 3)
+    assert (a.evaluation.stop_below, a.evaluation.stop_from_step, a.evaluation.stop_in_a_row) == (0.05, 3, 2)
     assert plan.pairs(plan.claims[0]) == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import small_config
 
 from sao.config import RunConfig, to_toml
-from sao.study.claims import AREA, FINAL, Claim, Curve, Line, Measure, OverSteps
+from sao.study.claims import AREA, FINAL, Against, Claim, Curve, Line, Measure, OverSteps
 from sao.study.figures import _binned
 from sao.study.keep import FAILED, METRICS
 from sao.study.plan import Arm, Plan
@@ -85,6 +85,9 @@ def test_measures_of_windows_and_of_time_by_hand(tmp_path: Path) -> None:
     assert fallen.measure(age) == whole.measure(age)
     late = Measure(name="late", of="mean", key="age/mean", steps=((11, 21),))
     assert (whole.measure(late), fallen.measure(late)) == (16.0, None)
+    settled = Measure(name="settled", of="mean", steps=((20, 40),))
+    assert whole.measure(settled) == pytest.approx((0.8 + 0.6 + 1.0) / 3)
+    assert fallen.measure(settled) == 0.0
 
     def seconds_to(reach: float) -> Measure:
         return Measure(name="time", of="seconds_to", reach=reach)
@@ -92,7 +95,56 @@ def test_measures_of_windows_and_of_time_by_hand(tmp_path: Path) -> None:
     assert whole.measure(seconds_to(0.6)) == pytest.approx(15 / 2)
     assert whole.measure(seconds_to(0.9)) == pytest.approx((30 + 10 * 0.3 / 0.4) / 2)
     assert (whole.measure(seconds_to(0.0)), fallen.measure(seconds_to(0.5))) == (0.0, 0.0)
-    assert fallen.measure(seconds_to(0.6)) is None
+    assert fallen.measure(seconds_to(0.6)) == 20.0
+    assert (whole.reached(seconds_to(0.6)), fallen.reached(seconds_to(0.6))) == (True, False)
+
+
+def test_a_clock_that_a_resume_began_again_goes_on(tmp_path: Path) -> None:
+    """Catches times of a stopped run that lack what came before the stop."""
+    place = keep(tmp_path, "a", 0, [0.0, 0.4, 0.8])
+    rows = [json.loads(line) for line in gzip.decompress((place / METRICS).read_bytes()).splitlines()]
+    for row in rows:
+        if row["stage"] == "train" and row["step"] > 15:
+            row["time/clock"] -= 15 / 2
+    (place / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    run = read_results(plan_of(), tmp_path)["a", 0]
+    assert run.seconds_at(np.array([10.0, 16.0, 40.0])).tolist() == [5.0, 8.0, 20.0]
+    assert run.measure(Measure(name="clock", key="time/clock")) == 20.0
+    assert run.measure(Measure(name="time", of="seconds_to", reach=0.8)) == 10.0
+
+
+def test_an_evaluation_before_the_first_step_is_that_of_its_policy(tmp_path: Path) -> None:
+    """Catches a gain that is counted from step 20, and a start that is taken from another seed or other tasks."""
+
+    def config(seed: int, *changes: str) -> RunConfig:
+        return small_config(*CHAIN, f"loop.steps={STEPS}", f"seed={seed}", *changes)
+
+    keep(tmp_path, "a", 0, [0.25, 0.5], config=config(0))
+    keep(tmp_path, "a", 1, [0.75, 0.5], config=config(1))
+    for arm, seed, changes in (("b", 1, ()), ("b", 0, ("evaluation.seed=3",))):
+        place = keep(tmp_path, arm, seed, [0.0, 0.5], config=config(seed, *changes))
+        rows = gzip.decompress((place / METRICS).read_bytes()).splitlines(keepends=True)
+        (place / METRICS).write_bytes(gzip.compress(b"".join(rows[1:])))
+    results = read_results(plan_of(), tmp_path)
+    steps, means = results["b", 1].curve()
+    assert (steps.tolist(), means.tolist()) == ([0.0, 10.0], [0.75, 0.5])
+    assert results["b", 0].curve()[0].tolist() == [10.0]
+    assert results["b", 0].measure(AREA) is None
+
+
+def test_differences_from_one_arm(tmp_path: Path) -> None:
+    """Catches a table with the wrong sign, and one that pairs seeds which are not there in both."""
+    for seed in range(2):
+        keep(tmp_path, "a", seed, [0.0, 0.5])
+        keep(tmp_path, "b", seed, [0.0, 0.75 + 0.125 * seed])
+    keep(tmp_path, "c", 1, [0.0, 0.25])
+    plan = replace(plan_of(seeds=2), against=(Against(arm="a"), Against(arm="b", measure="area", arms=("a",))))
+    write_study_report(plan, configs_of(plan), tmp_path, "sao study hand.toml")
+    text = (tmp_path / "README.md").read_text()
+    assert "| last evaluation, minus `a` | difference | pairs | by seed |" in text
+    assert "| b | +0.312 (-0.482 to +1.107) | 2 | +0.250, +0.375 |" in text
+    assert "| c | -0.250 | 1 | -0.250 |" in text
+    assert "| mean height of the evaluation curve, minus `b` |" in text
 
 
 def test_curves_over_a_setting(tmp_path: Path) -> None:
@@ -119,7 +171,7 @@ def test_curves_over_a_setting(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     rows = [line for line in text.splitlines() if "| all |" in line]
     assert rows == [
-        "| 0 | all | c | 2 | 0.500 (-0.771 to 1.771) | 4.167 (1 of 2 runs) |",
+        "| 0 | all | c | 2 | 0.500 (-0.771 to 1.771) | 12.083 (-88.507 to 112.674) (1 of 2 got there) |",
         "| 2 | all | b | 2 | 0.600 (0.600 to 0.600) | 4.167 (4.167 to 4.167) |",
         "| 10 | all | a | 2 | 0.800 (0.800 to 0.800) | 3.125 (3.125 to 3.125) |",
     ]

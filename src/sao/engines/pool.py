@@ -144,8 +144,7 @@ class EnginePool:
             for move in range(self._config.max_moves + 1):
                 replica = await self._replica_of(session)
                 if self._cancelled[session]:
-                    version = replica.version
-                    yield TokenChunk(token_ids=(), logprobs=(), version=version, stop=GenerationStop.CANCELLED)
+                    yield TokenChunk(token_ids=(), logprobs=(), version=replica.version, stop=GenerationStop.CANCELLED)
                     return
                 stream = self._from_replica(replica, token_ids, given, max_tokens, sampling, session)
                 try:
@@ -257,12 +256,9 @@ class EnginePool:
         session: str,
     ) -> AsyncGenerator[TokenChunk]:
         """The rest of a generation on one replica; ends with EngineError when the replica is taken out."""
-        first = sampling.first_token_index + len(given)
+        rest = replace(sampling, first_token_index=sampling.first_token_index + len(given))
         stream = replica.engine.generate(
-            [*prompt, *given],
-            max_tokens=max_tokens - len(given),
-            sampling=replace(sampling, first_token_index=first),
-            session=session,
+            [*prompt, *given], max_tokens=max_tokens - len(given), sampling=rest, session=session
         )
         if not replica.generations:
             replica.last_sign = time.monotonic()
@@ -316,9 +312,8 @@ class EnginePool:
         """Why the replica did not follow; "" if it did."""
         replica.loading = True
         try:
-            async with limit(
-                self._config.load_timeout_s, f"replica {replica.place} to load version {snapshot.version}"
-            ):
+            what = f"replica {replica.place} to load version {snapshot.version}"
+            async with limit(self._config.load_timeout_s, what):
                 await replica.engine.load(snapshot)
             replica.version = snapshot.version
         except (EngineError, WaitTimeoutError) as error:
@@ -367,30 +362,39 @@ class EnginePool:
         self._tasks.spawn(self._replace(replica))
 
     async def _replace(self, former: _Replica) -> None:
-        """Stop a replica and put another in its place, with the newest weights."""
-        with suppress(EngineError, OSError):
-            await former.engine.stop()
+        """Stop a replica and put another in its place. Nobody awaits it: what it does not catch ends without a word."""
         place, reason = former.place, former.reason
+        try:
+            await former.engine.stop()
+        except Exception as error:
+            reason += f"; then it did not stop: {error!r}"
+            _LOG.warning("engine replica %d did not stop: %r", place, error)
         for attempt in range(self._config.max_restarts):
             try:
-                snapshot = self._newest
-                replica = _Replica(place, await self._make(place, snapshot), snapshot.version)
-            except (EngineError, OSError, ValueError) as error:
-                reason = str(error)
+                replica = await self._made_anew(place)
+            except Exception as error:
+                reason = str(error) if isinstance(error, EngineError | OSError | ValueError) else repr(error)
                 _LOG.warning("engine replica %d is not replaced yet: %s", place, reason)
                 await asyncio.sleep(min(0.5 * 2**attempt, 30.0))
-                continue
-            failure = ""
-            while replica.version != self._newest.version and not failure:
-                failure = await self._load_one(replica, self._newest)
-            if not failure:
+            else:
                 _LOG.warning("engine replica %d serves again, with version %d", place, replica.version)
                 self._serving.append(replica)
                 self._changed.notify()
                 return
-            reason = failure
-            with suppress(EngineError, OSError):
-                await replica.engine.stop()
         self._empty[place] = reason
         _LOG.error("engine replica %d is given up: %s", place, reason)
         self._changed.notify()
+
+    async def _made_anew(self, place: int) -> _Replica:
+        """With the newest weights. Raises EngineError if it does not follow to them; no engine is left then."""
+        snapshot = self._newest
+        replica = _Replica(place, await self._make(place, snapshot), snapshot.version)
+        try:
+            while replica.version != self._newest.version:
+                if failure := await self._load_one(replica, self._newest):
+                    raise EngineError(failure)
+        except BaseException:
+            with suppress(Exception):
+                await replica.engine.stop()
+            raise
+        return replica

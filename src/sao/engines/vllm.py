@@ -120,7 +120,7 @@ class VllmEngine:
             transport = make_transport(server, config, workers=facts.workers, timeout_s=engine.load_timeout_s)
             connected = cls(server, transport, engine, vocab_size=vocab_size, config=config, process=process)
             await connected.load(snapshot)
-            await check_words(server, engine, vocab_size=vocab_size)
+            await check_words(server, engine, config, vocab_size=vocab_size)
         except BaseException:
             await (connected.stop() if connected is not None else server.close())
             if connected is None and process is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+from sao.clock import WaitTimeoutError, limit
 from sao.engines.protocol import EngineError
 from sao.engines.settings import EngineConfig
 from sao.engines.vllm_http import NO_DEVELOPMENT_MODE, ServerFacts, VllmHttp
@@ -77,7 +78,7 @@ async def check_server(
         raise EngineError(f"vLLM server {server.address}, phase check: " + ". Also: ".join(found))
 
 
-async def check_words(server: VllmHttp, engine: EngineConfig, *, vocab_size: int) -> float:
+async def check_words(server: VllmHttp, engine: EngineConfig, config: VllmConfig, *, vocab_size: int) -> float:
     """Sample a few tokens and let the server score them: what it records must be what its own forward pass gives.
 
     Returns the largest gap in nats; raises EngineError above engine.probe_tolerance.
@@ -94,13 +95,17 @@ async def check_words(server: VllmHttp, engine: EngineConfig, *, vocab_size: int
     }
     token_ids: list[int] = []
     logprobs: list[float] = []
-    async with aclosing(server.complete(body)) as pieces:
-        async for piece in pieces:
-            token_ids += piece.token_ids
-            logprobs += piece.logprobs
+    hint = "look at its log; nobody else may pause it"
+    try:
+        async with limit(config.probe_timeout_s, "sampled tokens"), aclosing(server.complete(body)) as pieces:
+            async for piece in pieces:
+                token_ids += piece.token_ids
+                logprobs += piece.logprobs
+    except WaitTimeoutError as error:
+        what = f"{WORDS} tokens did not come within vllm.probe_timeout_s = {config.probe_timeout_s:g} s"
+        raise server.error("check", what, hint) from error
     if len(token_ids) != WORDS:
-        what = f"{len(token_ids)} tokens came where {WORDS} were asked for"
-        raise server.error("check", what, "look at its log; nobody else may pause it")
+        raise server.error("check", f"{len(token_ids)} tokens came where {WORDS} were asked for", hint)
     scored = (await server.score([*prompt, *token_ids], cache_salt="check"))[-WORDS:]
     gap = max(abs(recorded - own) for recorded, own in zip(logprobs, scored, strict=True))
     if not gap <= engine.probe_tolerance:

@@ -54,7 +54,8 @@ class TasksConfig:
     """Share of file and imo_answerbench, drawn by task id, that evaluation gets and training does not; 0 gives both
     everything. The other sources have splits of their own."""
     limit: int = 0
-    """Number of tasks to use; 0 for all (or endless)."""
+    """Number of tasks to use; 0 for all (or endless). Of a generated source: of the part that is trained on, or that
+    `split` names; demonstrations and evaluations draw on theirs without end."""
     cycle: bool = True
     """Whether a finite source starts again, shuffled anew. False ends the run with what is left as its last batch."""
     chain: ChainConfig = field(default_factory=ChainConfig)
@@ -187,7 +188,8 @@ def make_source(config: TasksConfig, use: Use, *, seed: int, tasks_per_step: int
     match config.source:
         case "chain" | "guess" | "styles":
             endless = _endless(config, split, seed, tasks_per_step)
-            if not config.limit:
+            # A pool to train on takes nothing from demonstrations and evaluations, which have parts of their own.
+            if not config.limit or split != _split(config, "train"):
                 return endless
             tasks = [task for task in map(endless.at, range(config.limit)) if task is not None]
         case "gsm8k":

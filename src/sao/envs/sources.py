@@ -1,4 +1,4 @@
-"""Tasks from files (JSONL, GSM8K, IMO-AnswerBench), and sources over them: shuffled, cycling, mixed."""
+"""Tasks from files (JSONL, GSM8K, IMO-AnswerBench), and sources over them: shuffled, cycling."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from sao.envs.answers import extract_answer
-from sao.envs.keyed import generator, uniform
-from sao.envs.protocol import TaskSource
+from sao.envs.keyed import generator
 from sao.envs.traces import BadRecordError, parse_line, read_lines, shorten
 from sao.types import Task
 
@@ -65,52 +64,6 @@ class ListSource:
                 self._orders.clear()
             self._orders[cycle] = generator(self._seed, self.name, "order", cycle).permutation(len(self._tasks))
         return self._orders[cycle]
-
-
-class MixedSource:
-    """Draws each task from one of several sources by weight; each source is taken in its own order.
-
-    Finite sources must cycle: a source that ends raises ValueError, as the shares would change unseen.
-    """
-
-    def __init__(self, sources: Sequence[tuple[TaskSource, float]], *, name: str = "mixed", seed: int = 0) -> None:
-        if not sources or any(not weight > 0 for _, weight in sources):
-            raise ValueError(
-                f"the mixture {name!r} has the weights {[weight for _, weight in sources]}; all must be > 0"
-            )
-        names = [source.name for source, _ in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"the mixture {name!r} has sources of the same name: {names}; task ids would collide")
-        self.name = name
-        self._sources = [source for source, _ in sources]
-        weights = np.array([weight for _, weight in sources])
-        self._bounds = np.cumsum(weights / weights.sum())
-        self._seed = seed
-        self._taken = np.zeros((1, len(sources)), np.int64)
-        """Row i: tasks taken from each source before index i."""
-
-    def at(self, index: int) -> Task | None:
-        """Task `index`; the first call for a far index counts up to it."""
-        while len(self._taken) <= index + 1:
-            self._extend()
-        source = self._source(index)
-        task = self._sources[source].at(int(self._taken[index, source]))
-        if task is None:
-            raise ValueError(
-                f"the source {self._sources[source].name!r} of the mixture {self.name!r} ended; let it cycle"
-            )
-        return task
-
-    def _source(self, index: int) -> int:
-        draw = uniform(self._seed, self.name, index)
-        return min(int(np.searchsorted(self._bounds, draw, side="right")), len(self._sources) - 1)
-
-    def _extend(self) -> None:
-        start = len(self._taken)
-        steps = np.zeros((1024, len(self._sources)), np.int64)
-        for offset in range(len(steps)):
-            steps[offset, self._source(start - 1 + offset)] = 1
-        self._taken = np.concatenate([self._taken, self._taken[-1] + np.cumsum(steps, axis=0)])
 
 
 def read_tasks(path: Path) -> list[Task]:

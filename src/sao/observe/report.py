@@ -218,11 +218,17 @@ def _fates(run: RunData) -> list[_Block]:
     counts = run.state.counts
     rows = [(fate.value.replace("_", " "), _number(counts[fate.value]), text) for fate, text in meanings.items()]
     blocks: list[_Block] = [_Table(head=("fate of an admitted task", "tasks", "meaning"), rows=tuple(rows))]
-    reasons = Counter(reason.split(":")[0] for reason in run.state.drop_reasons.values())
+    reasons = Counter(_kind(reason) for reason in run.state.drop_reasons.values())
     if reasons:
         rows_of_reasons = tuple((reason, _number(count)) for reason, count in reasons.most_common(12))
         blocks.append(_Table(head=("reason of a drop", "rollouts"), rows=rows_of_reasons))
     return blocks
+
+
+def _kind(reason: str) -> str:
+    """Reason of a drop without its particulars: what stands after a colon, or the rollout that a group lost."""
+    lost = "its group lost "
+    return f"{lost}a rollout" if reason.startswith(lost) else reason.split(":")[0]
 
 
 def _origin(run: RunData) -> _Table:

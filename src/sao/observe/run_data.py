@@ -152,8 +152,15 @@ def surviving(rows: list[Row]) -> tuple[Row, ...]:
     return tuple(kept)
 
 
-def read_metrics(path: Path) -> MetricRows:
-    """Read a metrics.jsonl or metrics.jsonl.gz, also where it stands alone. A file that is missing has no rows."""
+def read_metrics(path: Path, *, may_lack: bool = False) -> MetricRows:
+    """Read a metrics.jsonl or metrics.jsonl.gz, also where it stands alone.
+
+    Raises FileNotFoundError if there is none; with `may_lack` it has no rows then.
+    """
+    if not may_lack and not path.is_file():
+        raise FileNotFoundError(
+            f"there are no metrics at {path}; a run folder has metrics.jsonl, what is kept of a run metrics.jsonl.gz"
+        )
     lines = read_json_lines(path)
     replaced: dict[str, int] = {}
     for key in REPLACED:
@@ -165,7 +172,9 @@ def read_metrics(path: Path) -> MetricRows:
 def read_run(path: Path | str) -> RunData:
     """Read a run folder, of a run that is alive or dead. Raises ValueError if it is none."""
     folder = RunFolder.open(path)
-    metrics, state = read_metrics(folder.metrics), replay(folder.log, ended=folder.ended)
+    # A run writes its first row after its first evaluation or step.
+    metrics = read_metrics(folder.metrics, may_lack=True)
+    state = replay(folder.log, ended=folder.ended)
     return RunData(
         path=folder.path,
         rows=metrics.rows,

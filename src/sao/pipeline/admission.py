@@ -109,11 +109,11 @@ class Admission:
         self._groups[group_id] = _Group([member.key for member in members])
         self.pending.update((member.key, member) for member in members)
 
-    def restore(self, pending: Iterable[Member], finished: Iterable[Rollout]) -> list[str]:
+    def restore(self, pending: Iterable[Member], finished: Iterable[Rollout], order: Iterable[str] = ()) -> list[str]:
         """Take back what a stopped run had admitted: members to play again, and rollouts not yet consumed.
 
-        Places may exceed the capacity for a while, after a change of the configuration. Returns the ids of rollouts
-        whose group can never be whole again; the caller drops them, counted.
+        `order`: groups by their first admission. Places may exceed the capacity for a while, after a change of the
+        configuration. Returns the ids of rollouts whose group can never be whole again; the caller drops them, counted.
         """
         finished = list(finished)
         pending = list(pending)
@@ -121,7 +121,8 @@ class Admission:
         for group_id, key in [(r.group_id, r.task_id) for r in finished] + [(m.group_id, m.key) for m in pending]:
             keys.setdefault(group_id, []).append(key)
         whole = {group_id for group_id, members in keys.items() if len(members) == self.group_size}
-        for group_id in keys:
+        places = {group_id: place for place, group_id in enumerate(order)}
+        for group_id in sorted(keys, key=lambda group_id: places.get(group_id, -1)):
             if group_id in whole:
                 # Keys of a group differ by their index, so the shorter is the smaller: 2 before 10.
                 self._groups[group_id] = _Group(sorted(keys[group_id], key=lambda key: (len(key), key)))

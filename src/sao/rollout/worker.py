@@ -2,8 +2,8 @@
 
     reset -> open -> [ sample -> step -> extend ] ... -> rollout
 
-Every ending is data. This is the only place in the package that catches broadly: whatever breaks here is a failure of
-the infrastructure, is written into the rollout, and is never trained on. Only cancellation is raised.
+Every ending is data. This is the only place where catching broadly makes a rollout: whatever breaks here is a failure
+of the infrastructure, is written into the rollout, and is never trained on. Only cancellation is raised.
 """
 
 import asyncio

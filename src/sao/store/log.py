@@ -21,7 +21,7 @@ GROUP_SECONDS = 0.05
 
 
 class LogWriteError(RuntimeError):
-    """The log cannot be written any more: the disk is full, or gone."""
+    """The log cannot be written any more: the disk is full or gone, or a record has no encoding."""
 
 
 class Receipt:
@@ -161,10 +161,12 @@ class RolloutLogWriter:
                 future.set_exception(self._failure())
 
     def _failure(self) -> LogWriteError:
-        reason = getattr(self._error, "strerror", None) or repr(self._error)
+        reason, advice = repr(self._error), ""
+        if isinstance(self._error, OSError):
+            reason = self._error.strerror or reason
+            advice = "; free space on that disk, then go on with `sao resume`"
         failure = LogWriteError(
-            f"cannot write the rollout log in {self._folder}: {reason}. "
-            "What was logged before is safe; free space on that disk, then go on with `sao resume`."
+            f"cannot write the rollout log in {self._folder}: {reason}. What was logged before is safe{advice}."
         )
         failure.__cause__ = self._error
         return failure

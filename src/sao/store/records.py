@@ -66,7 +66,8 @@ class Dropped:
     rollout_id: str
     """As it was admitted; the tokens of one that had finished stay in the log."""
     reason: str
-    """ "over_age", "group", "untrainable": counted by reason."""
+    """Counted by it: "over_age: more than <n> updates", "its group lost <rollout id>", "its group is incomplete after
+    resume", or why the rollout itself was lost: UNTRAINABLE or NO_TRIES_LEFT of pipeline.accounts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,15 @@ class Measure:
     """What it is, in a few words; "" shows its name."""
     of: Literal["last", "area", "mean", "seconds_to"] = "last"
     """What is taken of the metric. last: its last value. area: mean height of its curve over the planned steps, where a
-    run that ended early goes on at its last value. mean: mean of the rows whose step lies within `steps`. seconds_to:
-    seconds of the run's clock until it first is at `reach`, by straight lines between rows."""
+    run that collapsed goes on at its last value. mean: mean of the rows whose step lies within `steps`; of evaluations
+    a run that collapsed has them as for area. seconds_to: seconds of the run's clock until it first is at `reach`, by
+    straight lines between rows."""
     key: str = "eval/overall/mean"
     """Key of the metric."""
     steps: tuple[tuple[int, int], ...] = ()
     """First and last step, both included, of each window of a mean."""
     reach: float = 0.0
-    """Value that is waited for; a run that never is there does not have the measure."""
+    """Value that is waited for; a run that never is there counts with the end of its planned steps."""
 
     def __post_init__(self) -> None:
         if (self.of == "mean") != bool(self.steps):
@@ -34,6 +35,11 @@ class Measure:
         for first, last in self.steps:
             if not 0 <= first <= last:
                 raise ValueError(f"measure {self.name!r} has the window [{first}, {last}]; need 0 <= first <= last")
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether it is of evaluations."""
+        return self.key.startswith("eval/")
 
     @property
     def words(self) -> str:
@@ -67,6 +73,18 @@ class Claim:
     """In units of the measure."""
     paper: str = ""
     """What the paper says, with its figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """A table of the report: what arms differ from one of them, paired by seed; it decides nothing."""
+
+    arm: str
+    """Which is subtracted."""
+    measure: str = "final"
+    """As in claims."""
+    arms: tuple[str, ...] = ()
+    """Which are compared with it; empty for all others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ class Point:
     """The arm's value of the curve's setting."""
     values: tuple[tuple[float, ...], ...]
     """By measure: the runs' values, one per seed that has it."""
+    cells: tuple[str, ...]
+    """By measure: the same for a table."""
     seeds: int
     """Runs of the arm that are shown."""
 
@@ -60,6 +62,7 @@ def _points(
             arm=arm,
             x=_shown(setting(configs[arm, 0], curve.x)),
             values=tuple(tuple(measured(shown[arm], measure)) for measure in measures),
+            cells=tuple(cell(shown[arm], measure) for measure in measures),
             seeds=len(shown[arm]),
         )
         for line in curve.lines
@@ -79,14 +82,20 @@ def _table(curve: Curve, measures: Sequence[Measure], points: Sequence[Point]) -
     headings = [f"`{curve.x}`", "line", "arm", "seeds", *(measure.words for measure in measures)]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for point in points:
-        cells = [_with_count(values, point.seeds) for values in point.values]
-        lines.append(f"| {' | '.join((point.x, point.line, point.arm, str(point.seeds), *cells))} |")
+        lines.append(f"| {' | '.join((point.x, point.line, point.arm, str(point.seeds), *point.cells))} |")
     return lines
 
 
-def _with_count(values: Sequence[float], seeds: int) -> str:
-    """Mean and interval, and how many runs have it where not all do."""
-    return " ".join((with_interval(values), f"({len(values)} of {seeds} runs)" if len(values) < seeds else "")).strip()
+def cell(runs: Sequence[Result], measure: Measure) -> str:
+    """A measure's mean and interval over runs, and how many have it, or reached what it waits for, where not all do."""
+    values = measured(runs, measure)
+    parts = [with_interval(values)]
+    if len(values) < len(runs):
+        parts.append(f"({len(values)} of {len(runs)} runs)")
+    reached = sum(run.reached(measure) for run in runs) if measure.of == "seconds_to" else len(runs)
+    if reached < len(runs):
+        parts.append(f"({reached} of {len(runs)} got there)")
+    return " ".join(parts).strip()
 
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:

@@ -1,4 +1,7 @@
-"""One child process: a command of `sao` on one torch thread, with its output in files, ended with its parent."""
+"""One child process: a command of `sao` with its output in files, ended with its parent.
+
+Its libraries take one thread each; torch takes what the configuration says.
+"""
 
 import ctypes
 import os

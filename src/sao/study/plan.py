@@ -5,7 +5,8 @@ base = "chain.toml"                the configuration below all arms, relative to
 set = ["clock=virtual"]            for all arms: base < recipe < set < the arm's own set
 [[arms]]     name, recipe, set, seeds          [[claims]]  id, text, better, worse, measure, kind, margin, paper
 [[measures]] name, text, of, key, steps, reach [[curves]]  id, text, x, measures, [[curves.lines]] label, arms
-[collapse]   below, from_step                  [[over_steps]] id, text, keys, arms
+[collapse]   below, from_step, in_a_row        [[over_steps]] id, text, keys, arms
+[[against]]  arm, measure, arms
 """
 
 import copy
@@ -19,7 +20,7 @@ from typing import Any
 
 from sao.config import RunConfig, from_tree, recipe_tree
 from sao.config_tree import ConfigError, did_you_mean, merged, read_checked, read_tree
-from sao.study.claims import AREA, FINAL, Claim, Curve, Measure, OverSteps
+from sao.study.claims import AREA, FINAL, Against, Claim, Curve, Measure, OverSteps
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -46,6 +47,8 @@ class Collapse:
     """Mean of an evaluation below which a run has collapsed."""
     from_step: int = 0
     """First step whose evaluation counts."""
+    in_a_row: int = 1
+    """Evaluations below it, one after another, that make a collapse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Plan:
     """Corrected together, by Holm."""
     measures: tuple[Measure, ...] = ()
     """Of claims and curves, besides final, area and the metrics' keys; columns of the table of arms."""
+    against: tuple[Against, ...] = ()
+    """Tables of differences from one arm; they decide nothing."""
     curves: tuple[Curve, ...] = ()
     """Figures over a setting; they decide nothing."""
     over_steps: tuple[OverSteps, ...] = ()
@@ -107,6 +112,10 @@ class Plan:
         for figure in self.over_steps:
             for arm in figure.arms:
                 require_arm(self, arm, f"figure {figure.id!r}")
+        for table in self.against:
+            for arm in (table.arm, *table.arms):
+                require_arm(self, arm, "against")
+            self.measure(table.measure)
 
     def _check_claim(self, claim: Claim) -> None:
         for name in (claim.better, claim.worse):
@@ -210,6 +219,7 @@ def _rule(plan: Plan) -> Sequence[str]:
     return (
         f"evaluation.stop_below={plan.collapse.below}",
         f"evaluation.stop_from_step={plan.collapse.from_step}",
+        f"evaluation.stop_in_a_row={plan.collapse.in_a_row}",
     )
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from sao.config import RunConfig
 from sao.store.files import write_durably
-from sao.study.claims import AREA, FINAL, Measure
-from sao.study.curves import curve_lines, with_interval
+from sao.study.claims import AREA, FINAL, Claim, Measure
+from sao.study.curves import cell, curve_lines, with_interval
 from sao.study.figures import draw_curves, draw_over_steps
 from sao.study.plan import Arm, Plan
-from sao.study.results import Result, measured, read_results
+from sao.study.results import Result, measured, pair, read_results
 from sao.study.verdicts import CORRECTION, Finding, findings, sentence
 
 _READING = """## How to read this
@@ -37,6 +37,7 @@ def write_study_report(
     lines += _claims(plan, found)
     lines += _arms(plan, results, shown)
     lines += _measures(plan, shown)
+    lines += _differences(plan, results)
     lines += _pictures(figures)
     lines += curve_lines(plan, configs, shown, folder)
     lines += _over_steps(plan, shown, folder)
@@ -134,14 +135,32 @@ def _measures(plan: Plan, shown: Mapping[str, Sequence[Result]]) -> list[str]:
     headings = ["arm", *(measure.words for measure in plan.measures)]
     lines = ["## Measures of this plan", "", f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for arm in plan.arms:
-        cells = (with_interval(measured(shown[arm.name], measure)) for measure in plan.measures)
+        cells = (cell(shown[arm.name], measure) for measure in plan.measures)
         lines.append(f"| {' | '.join((arm.name, *cells))} |")
     return [*lines, ""]
 
 
+def _differences(plan: Plan, results: Mapping[tuple[str, int], Result]) -> list[str]:
+    """The plan's tables of differences from one arm."""
+    if not plan.against:
+        return []
+    lines = ["## Differences", "", "Paired by seed, with 95 % t-intervals, uncorrected for their number: they decide"]
+    lines += ["nothing, and of twenty that are zero one lies outside of its interval.", ""]
+    for table in plan.against:
+        measure = plan.measure(table.measure)
+        lines += [f"| {measure.words}, minus `{table.arm}` | difference | pairs | by seed |", "|---|---|---|---|"]
+        for arm in table.arms or [arm.name for arm in plan.arms if arm.name != table.arm]:
+            found = pair(plan, Claim(id=arm, text="", better=arm, worse=table.arm, measure=table.measure), results)
+            cells = (with_interval(found.differences, sign="+"), str(len(found.differences)))
+            each = ", ".join(f"{difference:+.3f}" for difference in found.differences)
+            lines.append(f"| {' | '.join((arm, *cells, each))} |")
+        lines.append("")
+    return lines
+
+
 def _gain(run: Result) -> float | None:
-    _, means = run.curve()
-    return float(means[-1] - means[0]) if len(means) > 1 else None
+    steps, means = run.curve()
+    return float(means[-1] - means[0]) if len(means) > 1 and steps[0] == 0 else None
 
 
 def _mean(values: Sequence[float | None], form: str = ".3f") -> str:
@@ -190,9 +209,9 @@ def _settings(plan: Plan, configs: Mapping[tuple[str, int], RunConfig]) -> list[
     everywhere = ", ".join(f"`{setting}`" for setting in plan.set)
     lines += ["", f"All arms: `{plan.base}`{f', {everywhere}' if everywhere else ''}."]
     if plan.collapse is not None:
-        lines.append(
-            f"A run ends where an evaluation from step {plan.collapse.from_step} on is below {plan.collapse.below:g}."
-        )
+        many = "an evaluation" if plan.collapse.in_a_row == 1 else f"{plan.collapse.in_a_row} evaluations in a row"
+        where = f"from step {plan.collapse.from_step} on"
+        lines.append(f"A run has collapsed, and ends, after {many} below {plan.collapse.below:g}, {where}.")
     return [*lines, ""]
 
 

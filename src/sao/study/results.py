@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 
 from sao.config import RunConfig, resolve
 from sao.config_tree import ConfigError
-from sao.observe.run_data import MetricRows, Series, read_metrics
+from sao.observe.run_data import MetricRows, Series, increments, read_metrics
 from sao.study.claims import FINAL, Claim, Measure
 from sao.study.keep import FAILED, METRICS
 from sao.study.plan import Plan, leaves
-from sao.study.prepare import STARTED_FROM
+from sao.study.prepare import STARTED_FROM, parts_of
 
+CLOCK = "time/clock"
 LATER = 0.5
 """Means over training are of the steps after this share, when a run has settled."""
 
@@ -38,8 +39,22 @@ class Result:
     """Planned training steps."""
     batch_size: int
     """Rollouts per step."""
+    shared: tuple[str, ...] = ()
+    """What its evaluation before the first step depends on; other arms have it too."""
     failure: str = ""
     """Why it failed; "" for a run that did not."""
+
+    @property
+    def start(self) -> Mapping[str, Any] | None:
+        """Row of its evaluation before the first step. A run that was stopped during it may lack it."""
+        return next((row for row in self.metrics.stage("eval") if row["step"] == 0), None)
+
+    def starting_from(self, start: Mapping[str, Any] | None) -> "Result":
+        """The same with an evaluation before the first step, where it lacks one: another arm's is that of one policy,
+        on the same tasks, by the same draws."""
+        if start is None or self.start is not None or not self.last_step:
+            return self
+        return replace(self, metrics=replace(self.metrics, rows=(dict(start), *self.metrics.rows)))
 
     @property
     def last_step(self) -> int:
@@ -57,7 +72,7 @@ class Result:
 
     def seconds_at(self, steps: Series) -> Series:
         """Seconds of the run's clock at training steps (N,), 0 at the start; after a collapse it goes on as before."""
-        done, clock = self.metrics.series("time/clock")
+        done, clock = self._series(CLOCK)
         if not len(done):
             return np.zeros_like(steps)
         pace = clock[-1] / done[-1]
@@ -73,9 +88,13 @@ class Result:
             case "last":
                 return float(values[-1])
             case "area":
+                if measure.evaluated and steps[0] > 0:
+                    return None
                 steps, values = self._to_the_end(steps, values)
                 return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else None
             case "mean":
+                if measure.evaluated:
+                    steps, values = self._to_the_end(steps, values)
                 if steps[-1] < max(last for _, last in measure.steps):
                     return None
                 inside = np.logical_or.reduce([(first <= steps) & (steps <= last) for first, last in measure.steps])
@@ -83,10 +102,15 @@ class Result:
             case "seconds_to":
                 return self._seconds_to(steps, values, measure.reach)
 
+    def reached(self, measure: Measure) -> bool:
+        """Whether the run ever is at the value that the measure waits for."""
+        return bool((self._series(measure.key)[1] >= measure.reach).any())
+
     def _series(self, key: str) -> tuple[Series, Series]:
-        """Steps and values of the first stage that has the key."""
+        """Steps and values of the first stage that has the key. The clock goes on where a resume began it again."""
         found = (self.metrics.series(key, stage) for stage in ("eval", "train", "value_pretraining", "sft"))
-        return next((series for series in found if len(series[0])), (np.zeros(0), np.zeros(0)))
+        steps, values = next((series for series in found if len(series[0])), (np.zeros(0), np.zeros(0)))
+        return steps, increments(values).cumsum() if key == CLOCK else values
 
     def _to_the_end(self, steps: Series, values: Series) -> tuple[Series, Series]:
         """A run that collapsed goes on at its last value."""
@@ -94,10 +118,10 @@ class Result:
             return np.append(steps, self.steps), np.append(values, values[-1])
         return steps, values
 
-    def _seconds_to(self, steps: Series, values: Series, reach: float) -> float | None:
+    def _seconds_to(self, steps: Series, values: Series, reach: float) -> float:
         there = np.flatnonzero(values >= reach)
         if not len(there):
-            return None
+            return float(self.seconds_at(np.array([float(self.steps)]))[0])
         at, before = there[0], max(there[0] - 1, 0)
         step = np.interp(reach, values[[before, at]], steps[[before, at]]) if at else steps[0]
         return float(self.seconds_at(np.atleast_1d(np.float64(step)))[0])
@@ -122,11 +146,14 @@ def run_folder(folder: Path, arm: str, seed: int) -> Path:
 def read_results(plan: Plan, folder: Path) -> dict[tuple[str, int], Result]:
     """Every run of the plan that ended, by arm and seed."""
     found: dict[tuple[str, int], Result] = {}
+    starts: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for arm, seed in plan.runs():
         place = run_folder(folder, arm.name, seed)
         if place.is_dir():
-            found[arm.name, seed] = _read(place, arm.name, seed)
-    return found
+            found[arm.name, seed] = result = _read(place, arm.name, seed)
+            if result.start is not None and result.shared:
+                starts.setdefault(result.shared, result.start)
+    return {key: result.starting_from(starts.get(result.shared)) for key, result in found.items()}
 
 
 def _read(place: Path, arm: str, seed: int) -> Result:
@@ -135,12 +162,20 @@ def _read(place: Path, arm: str, seed: int) -> Result:
     return Result(
         arm=arm,
         seed=seed,
-        metrics=read_metrics(place / METRICS),
+        metrics=read_metrics(place / METRICS, may_lack=failed.is_file()),
         environment=_environment(place),
         steps=config.loop.steps,
         batch_size=config.loop.batch_size,
+        shared=_shared(config),
         failure=failed.read_text(encoding="utf-8").strip() if failed.is_file() else "",
     )
+
+
+def _shared(config: RunConfig) -> tuple[str, ...]:
+    """Of a run that starts from a fine-tuned policy, which others may have; empty for others."""
+    policies = [part.name for part in parts_of(config) if part.command == "sft"]
+    what = (config.evaluation, config.evaluation_tasks, config.tasks, config.environment, config.rollout)
+    return (*policies, *map(repr, what)) if policies else ()
 
 
 def _environment(place: Path) -> dict[str, Any]:
@@ -157,9 +192,9 @@ def mismatches(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> li
         place = run_folder(folder, arm, seed)
         if not place.is_dir():
             continue
-        differences = _differences(place / "config.toml", config)
-        if differences:
-            lines.append(f"{arm}, seed {seed}: " + "; ".join(differences))
+        found = differences(place / "config.toml", config)
+        if found:
+            lines.append(f"{arm}, seed {seed}: " + "; ".join(found))
     return lines
 
 
@@ -192,7 +227,8 @@ def starts_kept(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> d
     return found
 
 
-def _differences(stored: Path, config: RunConfig) -> list[str]:
+def differences(stored: Path, config: RunConfig) -> list[str]:
+    """A text for each setting of a stored configuration that is another one now."""
     try:
         before = leaves(dataclasses.asdict(resolve(stored)))
     except ConfigError as error:

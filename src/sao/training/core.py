@@ -14,7 +14,6 @@ B rows, T tokens of a row, N scored tokens of a micro-batch.
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sao.algorithm.diagnostics import PolicyDiagnostics, explained_variance, quarters, ratio_quantiles
+from sao.algorithm.diagnostics import PolicyDiagnostics, ratio_quantiles
 from sao.algorithm.losses import sequence_gate, trajectory_mean_denominator
 from sao.algorithm.sao import AlgorithmConfig, Targets, targets
 from sao.models.packed_attention import use_packed_attention
@@ -45,6 +44,7 @@ from sao.training.settings import TrainerConfig
 from sao.training.tensors import to_tensor
 from sao.training.timing import MEGABYTE
 from sao.training.value_pretraining import ValuePretrainingConfig, pretrain_values
+from sao.training.value_quality import value_quality
 from sao.types import Batch, Rollout
 
 
@@ -367,26 +367,12 @@ class TrainerCore:
     def _critic_metrics(self, step: _Step) -> dict[str, Metric]:
         assert self.critic is not None
         return {
-            **self._value_quality(step, step.action_mask),
-            **{
-                f"{name}_q{number}": metric
-                for number, mask in enumerate(quarters(step.action_mask), 1)
-                for name, metric in self._value_quality(step, mask).items()
-            },
+            **value_quality(step.values, step.targets.returns, step.action_mask),
             "critic/value_mean": last(float(step.values[step.action_mask].mean())),
             "critic/return_mean": last(float(step.targets.returns[step.action_mask].mean())),
             "critic/frozen_share": last(self.critic.frozen_share),
             "critic/parameters": last(self.critic.num_parameters),
             "memory/critic_mb": last(self._critic_bytes() / MEGABYTE),
-        }
-
-    def _value_quality(self, step: _Step, mask: Tensor) -> dict[str, Metric]:
-        """How well the values foretell the returns of some tokens; NaN where that is undefined."""
-        error = (step.values - step.targets.returns)[mask]
-        found = explained_variance(step.values, step.targets.returns, mask)
-        return {
-            "critic/explained_variance": last(math.nan if found is None else found),
-            "critic/value_bias": last(float(error.mean())),
         }
 
     def _critic_bytes(self) -> int:

@@ -388,3 +388,11 @@ def test_a_fault_leaves_its_trace_in_the_run_folder(tmp_path: Path) -> None:
     events = (run / "events.log").read_text()
     assert "Traceback" in events
     assert "in broken" in events
+
+
+def test_a_pool_may_be_evaluated_beside_fresh_tasks(tmp_path: Path) -> None:
+    """Catches a gap between training and held-out tasks that cannot be measured."""
+    sets = "evaluation_tasks=[{source='guess'}, {source='guess', split='train', limit=4}]"
+    result = sao("check", small_toml(tmp_path, sets))
+    assert result.code == 0, result
+    assert "guess-train is what is trained on, as a data set apart" in result.out

@@ -160,6 +160,7 @@ async def run_loop(
     stop_after: float | None = None,
     pruned: list[set[int]] | None = None,
     clock: Clock | None = None,
+    collapsed: Callable[[int, Metrics], bool] = lambda step, metrics: False,
 ) -> Setting:
     clock = clock or VirtualClock()
     engine = TimedEngine(load_seconds)
@@ -186,6 +187,7 @@ async def run_loop(
         log=setting.log,
         commit=commit,
         evaluate=evaluate or (None if evaluations is None else evaluate_at_once),
+        collapsed=collapsed,
         evaluate_every=2,
         emit=lambda step, version, stage, metrics: setting.rows.append(
             (step, version, stage, {key: metric.value for key, metric in metrics.items()})
@@ -388,6 +390,25 @@ def test_stopping_finishes_the_step_and_commits():
     assert 0 < outcome.steps < 1000
     assert commits[-1].step == outcome.steps
     assert len(commits[-1].consumed) == outcome.steps * 4
+
+
+def test_a_collapse_that_a_stop_waited_for_ends_the_run():
+    """Catches a stopped run that goes on, though the evaluation under way at the stop had found it collapsed."""
+
+    async def evaluate(snapshot: Snapshot, step: int, at_an_end: bool) -> Metrics:
+        await asyncio.sleep(100.0)
+        return {}
+
+    def outcome(*, collapses: bool) -> str:
+        setting = run_virtual(
+            run_loop(
+                loop_config(steps=50), evaluate=evaluate, stop_after=20.5, collapsed=lambda step, metrics: collapses
+            )
+        )
+        assert setting.outcome is not None
+        return setting.outcome.reason
+
+    assert [outcome(collapses=False), outcome(collapses=True)] == ["stopped", "collapsed"]
 
 
 @dataclass(kw_only=True)

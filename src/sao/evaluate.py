@@ -42,8 +42,8 @@ class EvaluationConfig:
     stop_from_step: int = 0
     """First step whose evaluation may end the run by stop_below; an untrained policy may well lie below it."""
     stop_in_a_row: int = 1
-    """Evaluations below stop_below, one after another, that end the run; a policy may come back from one. A resume
-    counts from 0."""
+    """Evaluations below stop_below, one after another, that end the run. 1 saves most; a policy may come back from
+    one, which 2 allows for. A resume counts from 0."""
     samples: int = 1
     """Rollouts of each task. The paper takes 16 for contests and 4 for BeyondAIME."""
     pass_k: tuple[int, ...] = (1,)

@@ -166,6 +166,8 @@ class Intake:
             ended = [await self._ended.get()]
             while not self._ended.empty():
                 ended.append(self._ended.get_nowait())
+            # Counted in the order of ending, on which the share of failures depends.
+            ended = [pair for pair in ended if self._counted(*pair)]
             # What can be trained on is safe before the others are looked at: they may end the run.
             await self._keep([(member, rollout) for member, rollout in ended if rollout.trainable])
             others = [(member, rollout) for member, rollout in ended if not rollout.trainable]
@@ -240,7 +242,7 @@ class Intake:
         if not player.cancelled() and player.exception() is not None and not self._crash.done():
             self._crash.set_exception(player.exception() or AssertionError())
 
-    def _ended_in_place(self, member: Member, rollout: Rollout) -> bool:
+    def _counted(self, member: Member, rollout: Rollout) -> bool:
         """Count an ending; False if its group was lost meanwhile: it was counted then."""
         self._players.pop(member.key, None)
         self._begun.pop(member.key, None)
@@ -252,20 +254,19 @@ class Intake:
 
     async def _keep(self, ended: list[tuple[Member, Rollout]]) -> None:
         """Log rollouts that may be trained on, and give them to the batch once they are durable."""
-        kept = [pair for pair in ended if self._ended_in_place(*pair)]
-        for _, rollout in kept:
+        for _, rollout in ended:
             self._log.append(Finished(rollout=rollout, position=self._position))
             self._position += 1
         await self._log.durable()
-        for member, rollout in kept:
+        for member, rollout in ended:
             self._admission.finish(member, rollout)
             self.accounts.add("finished")
         self._changed.notify()
 
     def _settle(self, member: Member, rollout: Rollout) -> None:
         """Deal with an ending that cannot be trained on."""
-        if not self._ended_in_place(member, rollout):
-            return
+        if member.key not in self._admission.running:
+            return  # another that ended with it has lost their group
         if rollout.failure is FailureKind.INFRASTRUCTURE:
             self._settle_failure(member, rollout)
         else:

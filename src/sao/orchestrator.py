@@ -94,8 +94,8 @@ class Orchestrator:
         )
 
     def stop(self) -> None:
-        """Ask for a clean end: the step under way is finished and committed; only in virtual time, where a stop is to
-        change nothing that is logged, are evaluations waited for."""
+        """Ask for a clean end: the step under way is finished and committed. Evaluations are waited for in virtual time
+        alone, where they are short and a study would lack them."""
         self._stopping = self._interrupted = True
         self._changed.notify()
         self._evaluations_changed.notify()
@@ -124,7 +124,10 @@ class Orchestrator:
             evaluated = asyncio.create_task(self._last_evaluation(), name="last evaluation")
             loops[-1] = evaluated  # in the place of train, which has ended
             await _first_failure_or(evaluated, loops)
-            return replace(train.result(), reason="stopped") if self._interrupted else train.result()
+            if not self._interrupted:
+                return train.result()
+            # An evaluation that was waited for may have found a collapse, which a resume would not look at again.
+            return replace(train.result(), reason="collapsed" if self._collapsed and self._clock.virtual else "stopped")
         finally:
             await intake.close()
             await end_tasks(*loops)
@@ -321,9 +324,8 @@ class Orchestrator:
 
     async def _last_evaluation(self) -> None:
         """Returns once every evaluation that was asked for is done, in real time at once when asked to stop."""
-        hurried = not self._clock.virtual
         await self._evaluations_changed.until(
-            lambda: (hurried and self._interrupted) or (self._asked is None and not self._evaluating)
+            lambda: (self._interrupted and not self._clock.virtual) or (self._asked is None and not self._evaluating)
         )
 
     async def supervise(self) -> None:

@@ -67,7 +67,7 @@ def test_measures_by_hand(tmp_path: Path) -> None:
     assert whole.measure(Measure(name="loss", key="critic/loss")) is None
     assert (whole.collapsed, fallen.collapsed) == (False, True)
     assert fallen.measure(AREA) == pytest.approx((0.5 + 0.25) / 4)
-    assert fallen.curve()[0].tolist() == [0, 10, 20, 40]
+    assert fallen.curve()[0].tolist() == [0, 10, 20, 30, 40]
     assert fallen.seconds_at(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 5.0, 20.0]
     assert whole.later_mean("age/mean") == pytest.approx(np.mean(range(21, 41)))
     assert whole.later_mean("actor/masked_low_share", "actor/masked_high_share") == pytest.approx(0.01)
@@ -310,3 +310,30 @@ def test_parts_are_shared_by_what_they_depend_on() -> None:
     without = parts_of(replace(small_config(*CHAIN), value_pretraining=None))
     assert [part.name for part in without] == [sft]
     assert parts_of(small_config()) == []
+
+
+def test_a_run_that_never_gets_there_is_not_the_faster(tmp_path: Path) -> None:
+    """Catches a short run that misses the value beating a long one that reaches it, and two misses that differ."""
+    half = Measure(name="half", of="seconds_to", reach=0.5)
+    keep(tmp_path, "a", 0, [0.0, 0.25])
+    keep(tmp_path, "a", 1, [0.0, 0.25])
+    slow = keep(tmp_path, "b", 0, [0.0, 0.0, 0.0, 0.0, 0.5])
+    keep(tmp_path, "b", 1, [0.0, 0.25])
+    rows = [json.loads(line) for line in gzip.decompress((slow / METRICS).read_bytes()).splitlines()]
+    for row in rows:
+        if row["stage"] == "train":
+            row["time/clock"] *= 3
+    (slow / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    claims = (claim("fast", "a", "b", measure="half", kind="less"),)
+    plan = replace(plan_of(seeds=2), claims=claims, measures=(half,))
+    found = pair(plan, plan.claims[0], read_results(plan, tmp_path))
+    assert found.differences == (0.0, 0.0)
+    assert found.lost == ()
+
+
+def test_a_collapsed_run_is_scored_at_every_evaluation_that_it_lacks(tmp_path: Path) -> None:
+    """Catches a mean in which the time after a collapse counts as one evaluation."""
+    keep(tmp_path, "a", 0, [0.5, 0.5, 0.0], steps=20)
+    run = read_results(plan_of(), tmp_path)["a", 0]
+    assert run.measure(Measure(name="late", of="mean", steps=((10, 40),))) == pytest.approx(0.5 / 4)
+    assert run.measure(Measure(name="last", of="mean", steps=((30, 30),))) == 0.0

@@ -118,8 +118,13 @@ def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor) -> 
     return 1.0 - float(residual.var(correction=0) / chosen.var(correction=0))
 
 
+@torch.no_grad()
 def quarters(action_mask: Tensor) -> list[Tensor]:
-    """The mask (B, T) of action tokens in four: the first quarter of each row's action tokens, to the last."""
+    """The mask (B, T) of action tokens in four: the first quarter of each row's action tokens, to the last.
+
+    Raises ValueError for a mask of another shape or type.
+    """
+    check_shapes(action_mask=action_mask)
     place = action_mask.cumsum(dim=1) - 1
     count = action_mask.sum(dim=1, keepdim=True).clamp(min=1)
     quarter = (4 * place).div(count, rounding_mode="floor")

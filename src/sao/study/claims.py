@@ -24,7 +24,8 @@ class Measure:
     steps: tuple[tuple[int, int], ...] = ()
     """First and last step, both included, of each window of a mean."""
     reach: float = 0.0
-    """Value that is waited for; a run that never is there counts with the end of its planned steps."""
+    """Value that is waited for; a run that never is there counts with the end of its planned steps, in a pair with the
+    later of both ends."""
 
     def __post_init__(self) -> None:
         if (self.of == "mean") != bool(self.steps):

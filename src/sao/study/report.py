@@ -18,8 +18,10 @@ _READING = """## How to read this
 - Arms of one seed share the fine-tuned policy, the rollouts that the critic was pretrained on, and the held-out tasks.
 - An arm's interval is the 95 % t-interval of its mean over seeds. A single run's own interval over prompts stands in
   its `metrics.jsonl.gz`.
-- Tables and figures hold the seeds whose runs have ended in every arm. Explained variance, age and masked share are
-  means over the later half of the steps. A run that collapsed keeps its last value.
+- Arms whose settings reach further back (`rollout`, slots of value pretraining) have a policy or rollouts of their own.
+- Tables and figures hold the seeds whose runs have ended in every arm, tables of differences all pairs.
+- Explained variance, age and masked share are means over the later half of the steps. A run that collapsed keeps its
+  last value.
 - Core-seconds are of training and evaluation; fine-tuning is shared and not among them.
 """
 

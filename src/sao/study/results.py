@@ -102,6 +102,11 @@ class Result:
             case "seconds_to":
                 return self._seconds_to(steps, values, measure.reach)
 
+    @property
+    def end(self) -> float:
+        """Seconds of the run's clock after its planned steps."""
+        return float(self.seconds_at(np.array([float(self.steps)]))[0])
+
     def reached(self, measure: Measure) -> bool:
         """Whether the run ever is at the value that the measure waits for."""
         return bool((self._series(measure.key)[1] >= measure.reach).any())
@@ -113,15 +118,17 @@ class Result:
         return steps, increments(values).cumsum() if key == CLOCK else values
 
     def _to_the_end(self, steps: Series, values: Series) -> tuple[Series, Series]:
-        """A run that collapsed goes on at its last value."""
-        if len(steps) and self.collapsed and steps[-1] < self.steps:
-            return np.append(steps, self.steps), np.append(values, values[-1])
-        return steps, values
+        """Evaluations; a run that collapsed has those that it lacks, at its last value."""
+        if len(steps) < 2 or not self.collapsed or steps[-1] >= self.steps:
+            return steps, values
+        spacing = steps[1] - steps[0]
+        later = np.arange(steps[-1] // spacing * spacing + spacing, self.steps + 1, spacing)
+        return np.append(steps, later), np.append(values, np.full(len(later), values[-1]))
 
     def _seconds_to(self, steps: Series, values: Series, reach: float) -> float:
         there = np.flatnonzero(values >= reach)
         if not len(there):
-            return float(self.seconds_at(np.array([float(self.steps)]))[0])
+            return self.end
         at, before = there[0], max(there[0] - 1, 0)
         step = np.interp(reach, values[[before, at]], steps[[before, at]]) if at else steps[0]
         return float(self.seconds_at(np.atleast_1d(np.float64(step)))[0])
@@ -151,34 +158,36 @@ def read_results(plan: Plan, folder: Path) -> dict[tuple[str, int], Result]:
         place = run_folder(folder, arm.name, seed)
         if place.is_dir():
             found[arm.name, seed] = result = _read(place, arm.name, seed)
-            if result.start is not None and result.shared:
+            if result.start is not None and result.shared and not result.failure:
                 starts.setdefault(result.shared, result.start)
     return {key: result.starting_from(starts.get(result.shared)) for key, result in found.items()}
 
 
 def _read(place: Path, arm: str, seed: int) -> Result:
     config = resolve(place / "config.toml")
-    failed = place / FAILED
+    failed, machine = place / FAILED, kept_environment(place)
     return Result(
         arm=arm,
         seed=seed,
         metrics=read_metrics(place / METRICS, may_lack=failed.is_file()),
-        environment=_environment(place),
+        environment=machine,
         steps=config.loop.steps,
         batch_size=config.loop.batch_size,
-        shared=_shared(config),
+        shared=_shared(config, machine),
         failure=failed.read_text(encoding="utf-8").strip() if failed.is_file() else "",
     )
 
 
-def _shared(config: RunConfig) -> tuple[str, ...]:
+def _shared(config: RunConfig, environment: Mapping[str, Any]) -> tuple[str, ...]:
     """Of a run that starts from a fine-tuned policy, which others may have; empty for others."""
-    policies = [part.name for part in parts_of(config) if part.command == "sft"]
+    held = environment.get(STARTED_FROM, {})
+    policies = [part.name + held.get(part.name, "") for part in parts_of(config) if part.command == "sft"]
     what = (config.evaluation, config.evaluation_tasks, config.tasks, config.environment, config.rollout)
     return (*policies, *map(repr, what)) if policies else ()
 
 
-def _environment(place: Path) -> dict[str, Any]:
+def kept_environment(place: Path) -> dict[str, Any]:
+    """What environment.json of a run says; empty where it cannot be read."""
     try:
         return json.loads((place / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -222,7 +231,7 @@ def starts_kept(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> d
     for arm, seed in configs:
         place = run_folder(folder, arm, seed)
         if not (place / FAILED).is_file():
-            for part, digest in _environment(place).get(STARTED_FROM, {}).items():
+            for part, digest in kept_environment(place).get(STARTED_FROM, {}).items():
                 found.setdefault(part, {}).setdefault(digest, []).append(f"{arm} seed {seed}")
     return found
 
@@ -266,14 +275,17 @@ def pair(plan: Plan, claim: Claim, results: Mapping[tuple[str, int], Result]) ->
     lost: list[str] = []
     measure, missing = plan.measure(claim.measure), 0
     for seed in range(plan.pairs(claim)):
-        runs = [results.get((arm, seed)) for arm in (claim.better, claim.worse)]
-        if None in runs:
+        runs = [run for arm in (claim.better, claim.worse) if (run := results.get((arm, seed))) is not None]
+        if len(runs) < 2:
             missing += 1
             continue
+        # In a pair a run that never gets there takes as long as the longer of both: that it ends sooner is no merit.
+        end = max(run.end for run in runs) if measure.of == "seconds_to" else 0.0
         values: list[float] = []
         for run in runs:
-            assert run is not None
             value = None if run.failure else run.measure(measure)
+            if value is not None and measure.of == "seconds_to" and not run.reached(measure):
+                value = end
             if value is None:
                 lost.append(f"{run.arm}, seed {seed} {'failed' if run.failure else f'has no {measure.name}'}")
             else:

@@ -27,15 +27,15 @@ from sao.store.run_folder import RunFolder
 from sao.study.jobs import Job, start_job, stop_all
 from sao.study.keep import FAILED, keep_failure, keep_run
 from sao.study.plan import Plan
-from sao.study.prepare import Part, begin_run, part_config, parts_of, started_from
-from sao.study.results import run_folder, starts_kept
+from sao.study.prepare import STARTED_FROM, Part, begin_run, part_config, parts_of, started_from
+from sao.study.results import kept_environment, run_folder, starts_kept
 
 POLL_S = 0.2
 MARGIN = 1.1
 """A run may take this much longer than those before it and still end within --hours."""
 SAY_EVERY_S = 30.0
 STOP_S = 300.0
-"""Longest wait for a child to finish its step and commit, when the study is stopped."""
+"""Longest wait for a child to finish its step, its evaluation and a commit, when the study is stopped."""
 LOCK_S = 120.0
 """Longest wait for a run folder that an orphan of a killed study still holds."""
 STOPPED = 130
@@ -217,10 +217,10 @@ class Runner:
         self._running[part.name] = start_job(part.title, words, self.work / "logs", part.name), part
 
     def _begin(self, run: _Run) -> None:
+        self._require_same_start(run)
         if run.folder.is_dir():
             _wait_for(run.folder)
         else:
-            self._require_same_start(run)
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             begin_run(run.config, run.folder, self._prepared, self.command)
         job = start_job(run.title, ["resume", str(run.folder)], self.work / "logs", run.name)
@@ -229,7 +229,8 @@ class Runner:
     def _require_same_start(self, run: _Run) -> None:
         """Raise ValueError if a run would start from other parts than the kept runs that it is compared with."""
         kept = starts_kept(self.configs, self.results)
-        for part, digest in started_from(run.config, self._prepared).items():
+        begun = kept_environment(run.folder).get(STARTED_FROM) if run.folder.is_dir() else None
+        for part, digest in (begun or started_from(run.config, self._prepared)).items():
             others = [name for other, runs in kept.get(part, {}).items() if other != digest for name in runs]
             if others:
                 raise ValueError(

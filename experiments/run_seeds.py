@@ -23,7 +23,7 @@ from sao.config_tree import ConfigError
 from sao.evaluate import paired_t_interval
 from sao.observe.run_data import Series, read_metrics
 from sao.study.keep import METRICS, keep_run
-from sao.study.results import differences
+from sao.study.results import changed_settings
 
 
 def settings_of(seed: int, overrides: list[str]) -> list[str]:
@@ -36,7 +36,7 @@ def mismatches(config: Path, places: Iterable[Path], overrides: list[str]) -> li
     lines: list[str] = []
     for place in places:
         seed = int(place.name.removeprefix("seed-").removesuffix(".run"))
-        found = differences(place / "config.toml", resolve(config, settings_of(seed, overrides)))
+        found = changed_settings(place / "config.toml", resolve(config, settings_of(seed, overrides)))
         if found:
             lines.append(f"seed {seed}: {'; '.join(found)}")
     return lines

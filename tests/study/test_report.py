@@ -4,12 +4,14 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from small_runs import small_config
 
 from sao.config import RunConfig, to_toml
+from sao.observe.run_data import read_metrics
 from sao.study.claims import AREA, FINAL, Against, Claim, Curve, Line, Measure, OverSteps
 from sao.study.figures import _binned
 from sao.study.keep import FAILED, METRICS
@@ -33,9 +35,13 @@ def keep(
     for step in range(1, steps + 1):
         masked = {"actor/masked_low_share": 0.01, "actor/masked_high_share": 0.0}
         rows.append({"step": step, "stage": "train", "time/clock": step / 2, "age/mean": float(step), **masked})
-    (place / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    write_rows(place, rows)
     (place / "environment.json").write_text('{"seconds": 60.4, "core_seconds": 90.0}')
     return place
+
+
+def write_rows(place: Path, rows: list[dict[str, Any]]) -> None:
+    (place / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
 def config_of(seed: int) -> RunConfig:
@@ -102,11 +108,11 @@ def test_measures_of_windows_and_of_time_by_hand(tmp_path: Path) -> None:
 def test_a_clock_that_a_resume_began_again_goes_on(tmp_path: Path) -> None:
     """Catches times of a stopped run that lack what came before the stop."""
     place = keep(tmp_path, "a", 0, [0.0, 0.4, 0.8])
-    rows = [json.loads(line) for line in gzip.decompress((place / METRICS).read_bytes()).splitlines()]
+    rows = list(read_metrics(place / METRICS).rows)
     for row in rows:
         if row["stage"] == "train" and row["step"] > 15:
             row["time/clock"] -= 15 / 2
-    (place / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    write_rows(place, rows)
     run = read_results(plan_of(), tmp_path)["a", 0]
     assert run.seconds_at(np.array([10.0, 16.0, 40.0])).tolist() == [5.0, 8.0, 20.0]
     assert run.measure(Measure(name="clock", key="time/clock")) == 20.0
@@ -123,8 +129,7 @@ def test_an_evaluation_before_the_first_step_is_that_of_its_policy(tmp_path: Pat
     keep(tmp_path, "a", 1, [0.75, 0.5], config=config(1))
     for arm, seed, changes in (("b", 1, ()), ("b", 0, ("evaluation.seed=3",))):
         place = keep(tmp_path, arm, seed, [0.0, 0.5], config=config(seed, *changes))
-        rows = gzip.decompress((place / METRICS).read_bytes()).splitlines(keepends=True)
-        (place / METRICS).write_bytes(gzip.compress(b"".join(rows[1:])))
+        write_rows(place, list(read_metrics(place / METRICS).rows[1:]))
     results = read_results(plan_of(), tmp_path)
     steps, means = results["b", 1].curve()
     assert (steps.tolist(), means.tolist()) == ([0.0, 10.0], [0.75, 0.5])
@@ -319,11 +324,11 @@ def test_a_run_that_never_gets_there_is_not_the_faster(tmp_path: Path) -> None:
     keep(tmp_path, "a", 1, [0.0, 0.25])
     slow = keep(tmp_path, "b", 0, [0.0, 0.0, 0.0, 0.0, 0.5])
     keep(tmp_path, "b", 1, [0.0, 0.25])
-    rows = [json.loads(line) for line in gzip.decompress((slow / METRICS).read_bytes()).splitlines()]
+    rows = list(read_metrics(slow / METRICS).rows)
     for row in rows:
         if row["stage"] == "train":
             row["time/clock"] *= 3
-    (slow / METRICS).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    write_rows(slow, rows)
     claims = (claim("fast", "a", "b", measure="half", kind="less"),)
     plan = replace(plan_of(seeds=2), claims=claims, measures=(half,))
     found = pair(plan, plan.claims[0], read_results(plan, tmp_path))

@@ -26,12 +26,8 @@ class Point:
     """Name of the arm."""
     x: str
     """The arm's value of the curve's setting."""
-    values: tuple[tuple[float, ...], ...]
-    """By measure: the runs' values, one per seed that has it."""
-    cells: tuple[str, ...]
-    """By measure: the same for a table."""
-    seeds: int
-    """Runs of the arm that are shown."""
+    runs: tuple[Result, ...]
+    """The arm's that are shown, one per seed."""
 
 
 def curve_lines(
@@ -41,7 +37,7 @@ def curve_lines(
     lines = ["## Over a setting", ""] if plan.curves else []
     for curve in plan.curves:
         measures = [plan.measure(name) for name in curve.measures]
-        points = _points(curve, measures, configs, shown)
+        points = _points(curve, configs, shown)
         lines += [f"### {curve.id}", "", curve.text, "", *_table(curve, measures, points), ""]
         if points:
             _draw(curve, measures, points, folder / f"{curve.id}.png")
@@ -50,21 +46,11 @@ def curve_lines(
 
 
 def _points(
-    curve: Curve,
-    measures: Sequence[Measure],
-    configs: Mapping[tuple[str, int], RunConfig],
-    shown: Mapping[str, Sequence[Result]],
+    curve: Curve, configs: Mapping[tuple[str, int], RunConfig], shown: Mapping[str, Sequence[Result]]
 ) -> list[Point]:
     """Line by line, from left to right; of the arms that have runs."""
     points = [
-        Point(
-            line=line.label,
-            arm=arm,
-            x=_shown(setting(configs[arm, 0], curve.x)),
-            values=tuple(tuple(measured(shown[arm], measure)) for measure in measures),
-            cells=tuple(cell(shown[arm], measure) for measure in measures),
-            seeds=len(shown[arm]),
-        )
+        Point(line=line.label, arm=arm, x=_shown(setting(configs[arm, 0], curve.x)), runs=tuple(shown[arm]))
         for line in curve.lines
         for arm in line.arms
         if shown[arm]
@@ -82,7 +68,8 @@ def _table(curve: Curve, measures: Sequence[Measure], points: Sequence[Point]) -
     headings = [f"`{curve.x}`", "line", "arm", "seeds", *(measure.words for measure in measures)]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for point in points:
-        lines.append(f"| {' | '.join((point.x, point.line, point.arm, str(point.seeds), *point.cells))} |")
+        cells = (cell(point.runs, measure) for measure in measures)
+        lines.append(f"| {' | '.join((point.x, point.line, point.arm, str(len(point.runs)), *cells))} |")
     return lines
 
 
@@ -111,12 +98,12 @@ def _draw(curve: Curve, measures: Sequence[Measure], points: Sequence[Point], pa
     panels: Sequence[Axes] = figure.subplots(1, len(measures), squeeze=False)[0]
     places = list(dict.fromkeys(point.x for point in _by_place(points)))
     labels = [line.label for line in curve.lines]
-    for index, (axes, measure) in enumerate(zip(panels, measures, strict=True)):
+    for axes, measure in zip(panels, measures, strict=True):
         for number, label in enumerate(labels):
             found = [
-                (places.index(point.x), _interval(point.values[index]))
+                (places.index(point.x), _interval(values))
                 for point in points
-                if point.line == label and point.values[index]
+                if point.line == label and (values := measured(point.runs, measure))
             ]
             _line(axes, number, label, found)
         axes.set_xticks(range(len(places)), places)

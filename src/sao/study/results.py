@@ -79,8 +79,11 @@ class Result:
         inside = np.interp(steps, np.append(0.0, done), np.append(0.0, clock))
         return np.where(steps > done[-1], steps * pace, inside)
 
-    def measure(self, measure: Measure) -> float | None:
-        """What the run was measured to be; None where it does not have the measure."""
+    def measure(self, measure: Measure, *, end: float | None = None) -> float | None:
+        """What the run was measured to be; None where it does not have the measure.
+
+        `end` is the time of a run that never gets to where it is waited for; its own end by default.
+        """
         steps, values = self._series(measure.key)
         if not len(values):
             return None
@@ -100,7 +103,7 @@ class Result:
                 inside = np.logical_or.reduce([(first <= steps) & (steps <= last) for first, last in measure.steps])
                 return float(values[inside].mean()) if inside.any() else None
             case "seconds_to":
-                return self._seconds_to(steps, values, measure.reach)
+                return self._seconds_to(steps, values, measure.reach, end=self.end if end is None else end)
 
     @property
     def end(self) -> float:
@@ -125,10 +128,10 @@ class Result:
         later = np.arange(steps[-1] // spacing * spacing + spacing, self.steps + 1, spacing)
         return np.append(steps, later), np.append(values, np.full(len(later), values[-1]))
 
-    def _seconds_to(self, steps: Series, values: Series, reach: float) -> float:
+    def _seconds_to(self, steps: Series, values: Series, reach: float, *, end: float) -> float:
         there = np.flatnonzero(values >= reach)
         if not len(there):
-            return self.end
+            return end
         at, before = there[0], max(there[0] - 1, 0)
         step = np.interp(reach, values[[before, at]], steps[[before, at]]) if at else steps[0]
         return float(self.seconds_at(np.atleast_1d(np.float64(step)))[0])
@@ -201,7 +204,7 @@ def mismatches(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> li
         place = run_folder(folder, arm, seed)
         if not place.is_dir():
             continue
-        found = differences(place / "config.toml", config)
+        found = changed_settings(place / "config.toml", config)
         if found:
             lines.append(f"{arm}, seed {seed}: " + "; ".join(found))
     return lines
@@ -236,7 +239,7 @@ def starts_kept(configs: Mapping[tuple[str, int], RunConfig], folder: Path) -> d
     return found
 
 
-def differences(stored: Path, config: RunConfig) -> list[str]:
+def changed_settings(stored: Path, config: RunConfig) -> list[str]:
     """A text for each setting of a stored configuration that is another one now."""
     try:
         before = leaves(dataclasses.asdict(resolve(stored)))
@@ -280,12 +283,10 @@ def pair(plan: Plan, claim: Claim, results: Mapping[tuple[str, int], Result]) ->
             missing += 1
             continue
         # In a pair a run that never gets there takes as long as the longer of both: that it ends sooner is no merit.
-        end = max(run.end for run in runs) if measure.of == "seconds_to" else 0.0
+        end = max(run.end for run in runs)
         values: list[float] = []
         for run in runs:
-            value = None if run.failure else run.measure(measure)
-            if value is not None and measure.of == "seconds_to" and not run.reached(measure):
-                value = end
+            value = None if run.failure else run.measure(measure, end=end)
             if value is None:
                 lost.append(f"{run.arm}, seed {seed} {'failed' if run.failure else f'has no {measure.name}'}")
             else:

@@ -128,8 +128,9 @@ class Runner:
 
     def _run(self) -> Slice:
         self._recall()
-        self._sweep()
-        pending = self._pending()
+        runs = [self._run_of(arm.name, seed) for arm, seed in self.plan.runs()]
+        self._sweep(runs)
+        pending = self._pending(runs)
         deadline = None if self.hours is None else time.monotonic() + 3600 * self.hours
         said = -SAY_EVERY_S
         stopped: list[_Run] = []
@@ -151,26 +152,21 @@ class Runner:
         """How long the runs took that are kept."""
         for (arm, seed), _ in self.configs.items():
             place = run_folder(self.results, arm, seed)
-            try:
-                seconds = json.loads((place / "environment.json").read_text())["seconds"]
-            except (OSError, ValueError, KeyError):
-                continue
-            if not (place / FAILED).is_file():
+            seconds = kept_environment(place).get("seconds")
+            if seconds is not None and not (place / FAILED).is_file():
                 self._took.setdefault(arm, []).append(float(seconds))
 
-    def _sweep(self) -> None:
+    def _sweep(self, runs: Sequence[_Run]) -> None:
         """Delete the weights of runs that are kept: a study that was killed between the two has left them."""
-        for arm, seed in self.plan.runs():
-            run = self._run_of(arm.name, seed)
+        for run in runs:
             if run.target.is_dir() and not (run.target / FAILED).is_file():
                 shutil.rmtree(run.folder, ignore_errors=True)
 
-    def _pending(self) -> list[_Run]:
+    def _pending(self, runs: Sequence[_Run]) -> list[_Run]:
         found: list[_Run] = []
-        for arm, seed in self.plan.runs():
-            run = self._run_of(arm.name, seed)
+        for run in runs:
             known = run.target.is_dir() and not (self.again and (run.target / FAILED).is_file())
-            if not known and (not self.only or arm.name in self.only):
+            if not known and (not self.only or run.key[0] in self.only):
                 found.append(run)
         return found
 

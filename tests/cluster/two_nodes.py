@@ -10,6 +10,7 @@ and its folder is checked: nothing lost, nothing trained twice. Exits with 1 if 
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -193,6 +194,8 @@ def main(folder: Path) -> bool:
         probe.bind(("127.0.0.1", 0))
         head = f"127.0.0.1:{probe.getsockname()[1]}"
     heard, steps, nodes = Heard(), Steps(), list[Node]()
+    # Ray's authentication, as on a real cluster: without the first, a node that joins asks for none and is refused.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     logging.getLogger("sao").addHandler(heard)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:
 

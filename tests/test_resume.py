@@ -345,6 +345,16 @@ def test_an_evaluation_counts_only_if_it_is_of_these_weights(run: Run) -> None:
     assert run.start().evaluated == "at an end"
 
 
+def test_earlier_evaluations_come_back(run: Run) -> None:
+    """Catches a rule for a collapse that counts anew at a resume, or counts what was given up."""
+    run.log(published(0, None), published(1, 0))
+    run.commit(20, 1)
+    for step, mean in ((0, 0.5), (10, 0.4), (20, 0.1), (30, 0.0), (20, 0.2)):
+        run.folder.write_metrics({"step": step, "version": 1, "stage": "eval", "eval/overall/mean": mean})
+    run.folder.write_metrics({"step": 20, "version": 1, "stage": "train"})
+    assert run.start().evaluations == {0: 0.5, 10: 0.4, 20: 0.2}
+
+
 def test_a_log_that_is_gone_is_no_fresh_start(run: Run) -> None:
     """Catches a resume without its log that hands out the consumed tasks again and trains them twice."""
     run.log(published(0, None), *(admitted(f"t{index}", index + 1) for index in range(3)))

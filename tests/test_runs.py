@@ -151,6 +151,9 @@ def test_a_collapse_may_take_several_evaluations() -> None:
     means = {0: 0.0, 10: 0.0, 20: 0.1, 30: 0.5, 40: 0.0, 50: 0.2}
     said = {step: collapsed(step, {"eval/overall/mean": last(mean)}) for step, mean in means.items()}
     assert [step for step, ends in said.items() if ends] == [50]
+    resumed = config.collapse_rule({10: 0.0, 20: 0.5, 30: 0.1})
+    assert not config.collapse_rule({10: 0.0})(20, {"eval/overall/mean": last(0.0)})
+    assert resumed(40, {"eval/overall/mean": last(0.0)})
 
 
 def test_a_run_that_collapses_ends_there(tmp_path: Path) -> None:

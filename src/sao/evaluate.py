@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from sao.types import FailureKind, Rollout, Task
 
 OVERALL = "overall"
 """Row over all data sets."""
+OVERALL_MEAN = f"eval/{OVERALL}/mean"
 UNNAMED = "tasks"
 """Row of tasks that name no data set."""
 SOLVED = 0.5
@@ -71,17 +73,21 @@ class EvaluationConfig:
                 f"evaluation.pass_k: pass@{bad[0]} needs 1 <= k <= samples, which is {self.samples}; raise samples"
             )
 
-    def collapse_rule(self) -> Callable[[int, Metrics], bool]:
-        """Says of each evaluation, by its step, whether the run is to end by stop_below."""
-        low = 0
+    def collapse_rule(self, before: Mapping[int, float] = MappingProxyType({})) -> Callable[[int, Metrics], bool]:
+        """Says of each evaluation, by its step, whether the run is to end by stop_below.
+
+        `before`: means by step of the evaluations that a resumed run had.
+        """
+        means = dict(before)
 
         def collapsed(step: int, metrics: Metrics) -> bool:
-            nonlocal low
-            mean = metrics.get(f"eval/{OVERALL}/mean")
+            mean = metrics.get(OVERALL_MEAN)
             if self.stop_below is None or mean is None or step < self.stop_from_step:
                 return False
-            low = low + 1 if mean.value < self.stop_below else 0
-            return low >= self.stop_in_a_row
+            means[step] = mean.value
+            counted = [means[at] for at in sorted(means) if at >= self.stop_from_step]
+            low = [value < self.stop_below for value in counted[-self.stop_in_a_row :]]
+            return len(low) == self.stop_in_a_row and all(low)
 
         return collapsed
 

@@ -124,6 +124,8 @@ class Start:
     """Records of the log that were lost to damage."""
     evaluated: Evaluated = "never"
     """Whether these weights have had their evaluation, and as what."""
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Mean reward over all data sets by step, of the evaluations so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

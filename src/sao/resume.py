@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sao.clock import Clock
+from sao.evaluate import OVERALL_MEAN
 from sao.loop import Evaluated, Start
 from sao.models.load import add_tokenizer
 from sao.pipeline.accounts import NO_TRIES_LEFT, UNTRAINABLE
@@ -66,6 +67,7 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
         accounts=_accounts(state, manifest),
         quarantined=state.quarantined,
         evaluated=_evaluated(folder, manifest),
+        evaluations=_evaluations(folder, manifest),
     )
 
 
@@ -132,6 +134,11 @@ def _evaluated(folder: RunFolder, manifest: Manifest) -> Evaluated:
         return "never"
     # Rows of before it was kept count as at an end, so that resuming a finished run repeats nothing.
     return "at an end" if any(row.get("eval/at_an_end", 1) for row in rows) else "between"
+
+
+def _evaluations(folder: RunFolder, manifest: Manifest) -> dict[int, float]:
+    rows = (row for row in read_json_lines(folder.metrics).rows if row.get("stage") == "eval")
+    return {row["step"]: row[OVERALL_MEAN] for row in rows if row["step"] <= manifest.step and OVERALL_MEAN in row}
 
 
 def _again(record: Admitted, state: LogState) -> Member:

@@ -297,7 +297,7 @@ async def _train(
             evaluate_every=config.evaluation.every_steps,
             emit=partial(_emit_counted, prepared, restarts.count),
             prune=lambda keep: prune_snapshots(folder.snapshots, keep=keep),
-            collapsed=config.evaluation.collapse_rule(),
+            collapsed=config.evaluation.collapse_rule(start.evaluations),
             ends_differ=bool(config.evaluation.final_tasks),
             note=folder.write_event,
             worker_restarts=lambda: worker_restarts(worker),

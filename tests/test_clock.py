@@ -1,6 +1,8 @@
 """Virtual time: one order, no hang, no drift; waits that say what they waited for."""
 
 import asyncio
+import math
+import sys
 import threading
 import time
 
@@ -93,7 +95,8 @@ def test_a_time_without_end_is_refused(when: float) -> None:
         await VirtualClock().compute(lambda: None, cost=when)
 
     # From 3.13 on asyncio refuses to sleep for NaN seconds itself.
-    with pytest.raises(ValueError, match=r"cannot reach|Invalid delay: NaN"):
+    refused_by_asyncio = math.isnan(when) and sys.version_info >= (3, 13)
+    with pytest.raises(ValueError, match="Invalid delay: NaN" if refused_by_asyncio else "cannot reach"):
         run_virtual(run())
 
 

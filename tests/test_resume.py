@@ -1,6 +1,7 @@
 """Where a resumed run goes on: real run folders and logs, written as a run writes them."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,8 @@ def test_earlier_evaluations_come_back(run: Run) -> None:
         run.folder.write_metrics({"step": step, "version": 1, "stage": "eval", "eval/overall/mean": mean})
     run.folder.write_metrics({"step": 20, "version": 1, "stage": "train"})
     assert run.start().evaluations == {0: 0.5, 10: 0.4, 20: 0.2}
+    run.folder.write_metrics({"step": 20, "version": 1, "stage": "eval", "eval/overall/mean": math.nan})
+    assert math.isnan(run.start().evaluations[20])
 
 
 def test_a_log_that_is_gone_is_no_fresh_start(run: Run) -> None:

@@ -3,9 +3,11 @@
 The newest checkpoint says what was consumed, the log all the rest.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sao.clock import Clock
 from sao.evaluate import OVERALL_MEAN
@@ -52,6 +54,7 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
     state = replay(folder.log, consumed=manifest.consumed, step=manifest.step, version=manifest.version)
     _check_whole(state, checkpoint, folder)
     pending = [_again(record, state) for record in state.interrupted]
+    evaluations = [row for row in read_json_lines(folder.metrics).rows if row.get("stage") == "eval"]
     return Start(
         step=manifest.step,
         version=manifest.version,
@@ -66,8 +69,8 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
         baseline=dict(manifest.baseline),
         accounts=_accounts(state, manifest),
         quarantined=state.quarantined,
-        evaluated=_evaluated(folder, manifest),
-        evaluations=_evaluations(folder, manifest),
+        evaluated=_evaluated(evaluations, manifest),
+        evaluations=_means(evaluations, manifest),
     )
 
 
@@ -123,22 +126,21 @@ def _accounts(state: LogState, manifest: Manifest) -> dict[str, int]:
     }
 
 
-def _evaluated(folder: RunFolder, manifest: Manifest) -> Evaluated:
-    wanted = ("eval", manifest.step, manifest.version)
-    rows = [
-        row
-        for row in read_json_lines(folder.metrics).rows
-        if (row.get("stage"), row.get("step"), row.get("version")) == wanted
-    ]
+def _evaluated(evaluations: Iterable[Mapping[str, Any]], manifest: Manifest) -> Evaluated:
+    wanted = (manifest.step, manifest.version)
+    rows = [row for row in evaluations if (row.get("step"), row.get("version")) == wanted]
     if not rows:
         return "never"
     # Rows of before it was kept count as at an end, so that resuming a finished run repeats nothing.
     return "at an end" if any(row.get("eval/at_an_end", 1) for row in rows) else "between"
 
 
-def _evaluations(folder: RunFolder, manifest: Manifest) -> dict[int, float]:
-    rows = (row for row in read_json_lines(folder.metrics).rows if row.get("stage") == "eval")
-    return {row["step"]: row[OVERALL_MEAN] for row in rows if row["step"] <= manifest.step and OVERALL_MEAN in row}
+def _means(evaluations: Iterable[Mapping[str, Any]], manifest: Manifest) -> dict[int, float]:
+    """By step; an evaluation that was made again counts as it was the last time."""
+    known = (row for row in evaluations if OVERALL_MEAN in row)
+    means = {row["step"]: row[OVERALL_MEAN] for row in known if row["step"] <= manifest.step}
+    # A file of JSON says null where there was no mean.
+    return {step: math.nan if mean is None else mean for step, mean in means.items()}
 
 
 def _again(record: Admitted, state: LogState) -> Member:

@@ -82,6 +82,24 @@ def test_a_worker_that_does_not_start_costs_one_evaluation(tmp_path: Path, monke
     run_virtual(main())
 
 
+def test_an_evaluation_takes_no_virtual_time(tmp_path: Path) -> None:
+    """Catches evaluations that meet the tail of tool latencies, so that one is lost when the next is due."""
+    snapshot, tokenizer = snapshot_of(tmp_path)
+    config = small_config("engine_cost.step_seconds=10.0", "engine_cost.load_seconds=100.0")
+
+    async def main() -> None:
+        clock = VirtualClock()
+        evaluator = Evaluator(config, clock, tokenizer, lambda what, done, total: None)
+        await clock.sleep(3.0)
+        for step in (0, 2):
+            metrics = await evaluator(snapshot, step, step == 0)
+            assert metrics["eval/guess-evaluation/prompts"].value == 8
+        assert clock.now() == 3.0
+        await evaluator.stop()
+
+    run_virtual(main())
+
+
 def test_a_pool_without_restarts_left_costs_one_evaluation(tmp_path: Path) -> None:
     """Catches a dead pool that is kept: every later evaluation is a row without a mean, and none is counted as lost."""
     snapshot, tokenizer = snapshot_of(tmp_path)

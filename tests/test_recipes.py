@@ -8,7 +8,7 @@ import pytest
 from command import refused, sao, small_toml
 from small_runs import TREE, run_small, small_config
 
-from sao.config import RunConfig, from_tree, resolve, to_toml
+from sao.config import RunConfig, departures, from_tree, resolve, to_toml
 from sao.config_tree import ConfigError
 from sao.observe.run_data import read_metrics
 from sao.recipes import RECIPES, find_recipe, recipe_names, recipes_page
@@ -120,6 +120,22 @@ def test_the_file_and_set_win_over_the_recipe(tmp_path: Path) -> None:
     saved = tmp_path / "saved.toml"
     saved.write_text(to_toml(config))
     assert resolve(saved) == config
+
+
+def test_what_the_file_took_from_a_recipe_is_told(tmp_path: Path) -> None:
+    """Catches an arm of a comparison that is not the system it is called, since the file below it says otherwise."""
+    path = tmp_path / "config.toml"
+    path.write_text("[algorithm]\nalpha = 1.0\nratio_low = 0.7\n[value_pretraining]\nrollouts = 8\n")
+    assert departures(resolve(path)) == []
+    assert departures(resolve(path, ["recipe=sao"])) == ["algorithm.alpha = 1.0 (its recipe: 1.5)"]
+    assert departures(resolve(path, ["recipe=sao-dis-only", "algorithm.alpha=1.5"])) == [
+        'value_pretraining = "a section" (its recipe: "none")'
+    ]
+    assert departures(resolve(path, ["recipe=grpo", "value_pretraining=none"])) == []
+    small = small_toml(tmp_path, "recipe=sao-k1", "trainer.critic_updates=3", name="small.toml")
+    assert "note not as recipe sao-k1 has it: trainer.critic_updates = 3 (its recipe: 1)" in sao("check", small).out
+    with pytest.raises(ConfigError, match='take the section out, or set value_pretraining = "none"'):
+        resolve(path, ["recipe=grpo"])
 
 
 def test_an_unknown_recipe_names_the_nearest(tmp_path: Path) -> None:

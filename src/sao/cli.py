@@ -29,7 +29,7 @@ from rich.table import Table
 
 from sao.build import describe_machine, make_renderer, prepare_tokenizer
 from sao.clock import WaitTimeoutError
-from sao.config import RunConfig, describe, from_tree, resolve, to_markdown, to_toml
+from sao.config import RunConfig, departures, describe, from_tree, resolve, to_markdown, to_toml
 from sao.engines.placement import share_gpus, visible_gpus
 from sao.engines.protocol import EngineError
 from sao.engines.vllm_server import VllmServer
@@ -55,7 +55,7 @@ from sao.single import (
 from sao.stages import Last, check_settled, run_stages
 from sao.store.files import describe_error
 from sao.store.log import LogWriteError
-from sao.store.run_folder import Checkpoint, RunFolder, read_checkpoint
+from sao.store.run_folder import STOPPED, Checkpoint, RunFolder, read_checkpoint
 from sao.study.command import study
 from sao.training.protocol import TrainerError
 
@@ -124,7 +124,10 @@ def check(config: ConfigPath, override: Set = None) -> None:
     """Preflight: everything that can be known before starting."""
     console = Console(highlight=False)
     problems = 0
-    for finding in preflight(resolve(config, override or ())):
+    resolved = resolve(config, override or ())
+    for departure in departures(resolved):
+        console.print(f"[yellow]note[/] not as recipe {resolved.recipe} has it: {escape(departure)}", soft_wrap=True)
+    for finding in preflight(resolved):
         mark = "[green]ok  [/]" if finding.good else "[red]FAIL[/]"
         console.print(f"{mark} {escape(finding.text)}", soft_wrap=True)
         problems += not finding.good
@@ -174,6 +177,8 @@ def _new_run(config: Path, override: list[str] | None, folder: Path | None, *, l
     with RunFolder.create(path) as run:
         run.write_config(to_toml(resolved))
         run.write_environment(describe_machine(resolved, sys.argv))
+        for departure in departures(resolved):
+            run.write_event(f"not as recipe {resolved.recipe} has it: {departure}")
         _go(resolved, run, last=last, checkpoint=None)
 
 
@@ -207,7 +212,7 @@ def _go(config: RunConfig, folder: RunFolder, *, last: Last, checkpoint: Checkpo
         return
     console.print(f"report: {write_report(folder.path)}")
     console.print(f"model: {folder.checkpoint_paths()[-1] / 'trainer' / 'actor'}")
-    if outcome.reason == "stopped":
+    if outcome.reason == STOPPED:
         console.print(f"stopped at step {outcome.steps}; {go_on}")
         raise typer.Exit(130)
     console.print(f"ended after {outcome.steps} steps: {outcome.reason}")
@@ -346,14 +351,14 @@ def _note(folder: RunFolder, *lines: str) -> None:
 
 
 def _count_time(folder: RunFolder, seconds: float) -> None:
-    """Add seconds, and this process's core-seconds with its children's, to those of earlier starts of the run."""
+    """Add this start, its seconds, and this process's core-seconds with its children's, to those before it."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    spent = {"seconds": seconds, "core_seconds": sum(each.ru_utime + each.ru_stime for each in used)}
+    spent = {"starts": 1, "seconds": seconds, "core_seconds": sum(each.ru_utime + each.ru_stime for each in used)}
     # A full disk, or a file that is missing, must not hide what ended the run.
     with suppress(OSError, ValueError):
         environment = json.loads(folder.environment.read_text())
         for name, number in spent.items():
-            environment[name] = round(environment.get(name, 0.0) + number, 1)
+            environment[name] = round(environment.get(name, 0) + number, 1)
         folder.write_environment(environment)
 
 

@@ -108,6 +108,22 @@ class VirtualClock:
         return result
 
 
+class InstantClock(VirtualClock):
+    """Virtual time that nothing takes any of: for what measures a run and is no part of its schedule."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Let others run."""
+        await super().sleep(0.0)
+
+    async def compute(self, work: Callable[[], T], *, cost: float) -> T:
+        """Run `work` now; `cost` is not charged."""
+        return await super().compute(work, cost=0.0)
+
+    async def external(self, work: Callable[[], T], *, cost: float) -> T:
+        """Block for real on `work`; `cost` is not charged."""
+        return await super().external(work, cost=0.0)
+
+
 @asynccontextmanager
 async def limit(seconds: float | None, waiting_for: str) -> AsyncGenerator[None]:
     """Bound a wait; raises WaitTimeoutError naming what was waited for. None means no limit (virtual time).

@@ -4,6 +4,7 @@ resolve(path, overrides) -> RunConfig          read, override, check
 to_toml(config) -> str                         every value, as saved with a run
 describe() -> lines                            every key with its default and meaning
 to_markdown() -> str                           the same as a page
+departures(config) -> lines                    where it is not what its recipe says
 """
 
 import dataclasses
@@ -18,7 +19,16 @@ from typing import Any, Literal
 
 from sao.algorithm.sao import AlgorithmConfig
 from sao.cluster.settings import ClusterConfig
-from sao.config_tree import ConfigError, apply_override, checked, describe_fields, merged, read_tree
+from sao.config_tree import (
+    ConfigError,
+    apply_override,
+    checked,
+    dataclass_of,
+    describe_fields,
+    field_docstrings,
+    merged,
+    read_tree,
+)
 from sao.engines.local import EngineConfig, EngineCost
 from sao.engines.pool import PoolConfig
 from sao.engines.vllm_settings import VllmConfig
@@ -32,7 +42,7 @@ from sao.recipes import find_recipe
 from sao.rollout.pool import ProcessWorkersConfig
 from sao.rollout.teacher import TeacherConfig
 from sao.rollout.worker import RolloutConfig
-from sao.store.toml import toml_lines
+from sao.store.toml import toml_lines, toml_value
 from sao.training.inline import TrainerCost
 from sao.training.settings import TrainerConfig
 from sao.training.sft import SftConfig
@@ -43,7 +53,8 @@ _PAGE_HEAD = """# Configuration
 Every key of a run's TOML file, with its default and meaning; written by `sao config --markdown`. Keys that are left out
 take their defaults, unknown keys are refused with the nearest known one, and `--set section.key=value` overrides one
 from the command line (`--set sft.0.fit.lr=1e-4` in a list). `"none"` stands for no value. Sections in double brackets
-may stand several times. A section that is left out altogether, such as `[value_pretraining]`, skips its stage.
+may stand several times. `[[sft]]` and `[value_pretraining]` are stages: one that neither the file nor its recipe names
+is skipped, and a recipe's is skipped by `value_pretraining = "none"`.
 """
 
 
@@ -98,10 +109,10 @@ class RunConfig:
     """A whole run."""
 
     name: str = "run"
-    """Name of the run, and of its folder under runs/."""
+    """Name of the run; its folder is runs/NAME-TIME."""
     recipe: str = ""
     """A named system, such as "grpo-dis" (`sao recipes` lists them): its settings lie below the file's own and --set's,
-    which win. Empty takes the defaults, which are SAO's."""
+    which win. Empty takes the defaults, which are SAO's, without its value pretraining."""
     seed: int = 0
     """Keys all randomness of the run, together with ids."""
     clock: Literal["real", "virtual"] = "real"
@@ -190,7 +201,10 @@ class RunConfig:
                 "relative to the group or batch, and are not scaled in their source; set algorithm.whiten = false"
             )
         if self.value_pretraining is not None and self.algorithm.advantage == "given":
-            raise ValueError('value_pretraining needs a critic, and algorithm.advantage = "given" builds none')
+            raise ValueError(
+                'value_pretraining needs a critic, and algorithm.advantage = "given" builds none; take the section '
+                'out, or set value_pretraining = "none"'
+            )
         if self.clock == "virtual" and (self.environment.tool != "restricted" or self.sinks):
             raise ValueError("in virtual time only in-process tools run, and only metrics.jsonl is written")
         if self.clock == "virtual" and self.environment.judge.kind == "model":
@@ -254,6 +268,25 @@ def recipe_tree(name: str) -> dict[str, Any]:
     return tree
 
 
+def departures(config: RunConfig) -> list[str]:
+    """Settings of the recipe that the run's own file or --set replaced, each "key = value (its recipe: value)"."""
+    if not config.recipe:
+        return []
+    pure = from_tree({"recipe": config.recipe})
+    keys = [setting.partition("=")[0] for setting in find_recipe(config.recipe).settings]
+    pairs = [(key, _value(config, key), _value(pure, key)) for key in keys]
+    return [
+        f"{key} = {toml_value(here)} (its recipe: {toml_value(there)})" for key, here, there in pairs if here != there
+    ]
+
+
+def _value(config: Any, key: str) -> Any:
+    """The value under a dotted key; a section shows as "a section", and what lies in a missing one as None."""
+    for name in key.split("."):
+        config = None if config is None else getattr(config, name)
+    return "a section" if dataclasses.is_dataclass(config) else config
+
+
 @functools.cache
 def _keys() -> tuple[str, ...]:
     return tuple(name for name, _, _ in describe())
@@ -273,12 +306,21 @@ def to_markdown() -> str:
     """docs/configuration.md: a table for each section, in the order of the configuration."""
     lines = [_PAGE_HEAD]
     for section, leaves in itertools.groupby(describe(), key=lambda leaf: leaf[0].rpartition(".")[0]):
-        lines += [f"## {_heading(section)}", "", "| key | default | meaning |", "|---|---|---|"]
+        lines += [f"## {_heading(section)}", "", *_about(section), "| key | default | meaning |", "|---|---|---|"]
         for key, default, meaning in leaves:
             shown = f"`{default}`" if default else ""
             lines.append(f"| `{key.rpartition('.')[2]}` | {shown} | {meaning.replace('|', chr(92) + '|')} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _about(section: str) -> list[str]:
+    """What a section is for, as the field that holds it says."""
+    declared, meaning = RunConfig, ""
+    for name in section.split(".") if section else ():
+        meaning = field_docstrings(declared)[name]
+        declared = dataclass_of(typing.get_type_hints(declared)[name])
+    return [meaning, ""] if meaning else []
 
 
 def _heading(section: str) -> str:

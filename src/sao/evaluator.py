@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sao.build import make_engine, make_worker
-from sao.clock import Clock, WaitTimeoutError, limit, unless_failed
+from sao.clock import Clock, InstantClock, WaitTimeoutError, limit, unless_failed
 from sao.config import RunConfig
 from sao.engines.protocol import Engine, EngineError
 from sao.envs.select import ENDLESS, World, make_source
@@ -36,10 +36,12 @@ def evaluation_tasks(config: RunConfig, limit: int) -> list[Task]:
 
 
 class Evaluator:
-    """Started at the first call. Satisfies loop.Parts.evaluate."""
+    """Started at the first call. Satisfies loop.Parts.evaluate. In virtual time an evaluation takes none."""
 
     def __init__(self, config: RunConfig, clock: Clock, tokenizer: Path, progress: ProgressBar) -> None:
-        self._config, self._clock, self._tokenizer, self._progress = config, clock, tokenizer, progress
+        # Else it would meet the tail of tool latencies, and the next would be due before it ends.
+        self._clock = InstantClock() if clock.virtual else clock
+        self._config, self._tokenizer, self._progress = config, tokenizer, progress
         self._engine: Engine | None = None
         self._worker: RolloutWorker | None = None
         self._world: World | None = None

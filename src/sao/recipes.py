@@ -15,6 +15,11 @@ settings that lie below the keys of the run's own file, so that what the file or
 shows one, and `sao study` compares them. Learning rates, sizes and costs belong to the run and are in none. Formulas
 and sources of the parts: [algorithm.md](algorithm.md); every setting: [configuration.md](configuration.md).
 
+So take out of a file what a recipe should decide: the demo's has `alpha` and `[value_pretraining]`, which every recipe
+would run with; those without a critic, `sao-dis-only` and `sao-no-pretraining` need `--set value_pretraining=none`
+there. `sao check` and the run's `events.log` name each setting that is not as the recipe has it. In a study it is the
+other way round: the recipe wins over the base.
+
 What is shared unless a recipe says otherwise: one optimiser step of the actor per batch, gamma 1, no KL and no entropy
 term, and the loss divided by all action tokens of the batch, those without a gradient included.
 """

@@ -338,3 +338,11 @@ def test_everything_grows_alike_along_the_workers():
         assert loop.batch_size * config.actor_token_seconds == pytest.approx(64e-4)
         assert config.actor_token_seconds == config.critic_token_seconds
         assert config.warmup_steps == 8
+
+
+def test_the_plan_of_the_page_can_be_run(tmp_path: Path):
+    """Catches an example in the docs that is refused by those who copy it."""
+    (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/simulate.md").read_text(), re.DOTALL)
+    path = tmp_path / "mine.toml"
+    path.write_text(example)
+    assert len(list(places(read_plan(path), []))) == 2 * (3 + 5)

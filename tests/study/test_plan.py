@@ -1,5 +1,6 @@
 """Plans: what is below what, and what is refused."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,10 @@ def test_what_only_the_settings_tell(tmp_path: Path) -> None:
             ("[[claims]]", '[[measures]]\nname = "m"\nof = "mean"\nsteps = [[5, 2]]\n[[claims]]'),
             r"the window \[5, 2\]; need 0 <= first <= last",
         ),
+        (("[[claims]]", '[[measures]]\nname = "m"\nof = "seconds_to"\n[[claims]]'), "'seconds_to' with reach = None"),
+        (("[[claims]]", '[[measures]]\nname = "m"\nreach = 0.5\n[[claims]]'), "'m' is of 'last' with reach = 0.5"),
+        (("loop.batch_size=24", "recipe=sao"), "'recipe=sao' cannot be set: an arm has it as `recipe`"),
+        (("loop.batch_size=24", "seed=3"), "'seed=3' cannot be set: `seeds` says how many"),
         (("[[claims]]", CURVE.replace('"a"', '"aa"') + "[[claims]]"), "curve 'k' names the arm 'aa'"),
     ],
 )  # fmt: skip
@@ -138,3 +143,24 @@ def test_the_plans_of_this_repository_are_whole(path: Path) -> None:
     configs = arm_configs(plan, path)
     first = [replace(configs[arm.name, 0], name="x", recipe="") for arm in plan.arms]
     assert len({repr(config) for config in first}) == len(first)
+
+
+def test_the_plan_of_the_page_can_be_run(tmp_path: Path) -> None:
+    """Catches an example in the docs that is refused by those who copy it."""
+    (example,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/studies.md").read_text(), re.DOTALL)
+    path = tmp_path / "mine.toml"
+    path.write_text(example)
+    (tmp_path / "config.toml").write_text((ROOT / "experiments/demo/config.toml").read_text())
+    plan = read_plan(path)
+    assert len(arm_configs(plan, path)) == 5 + 5 + 8
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_the_plans_of_this_repository_ask_for_metrics_that_there_are(path: Path) -> None:
+    """Catches a mistyped metric, which shows as a claim that no run has measured, after hours."""
+    page = re.findall(r"^\| `([^`]+/[^`]+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    known = [re.compile(re.sub(r"<\w+>", "[^/]+", key)) for key in page]
+    plan = read_plan(path)
+    asked = {plan.measure(claim.measure).key for claim in plan.claims} | {measure.key for measure in plan.measures}
+    asked |= {key for figure in plan.over_steps for key in figure.keys}
+    assert [key for key in asked if not any(pattern.fullmatch(key) for pattern in known)] == []

@@ -12,6 +12,7 @@ from small_runs import small_config
 
 from sao.config import RunConfig, to_toml
 from sao.observe.run_data import read_metrics
+from sao.study.caveats import caveat_lines
 from sao.study.claims import AREA, FINAL, Against, Claim, Curve, Line, Measure, OverSteps
 from sao.study.figures import _binned
 from sao.study.keep import FAILED, METRICS
@@ -45,7 +46,9 @@ def write_rows(place: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def config_of(seed: int) -> RunConfig:
-    return small_config(f"loop.steps={STEPS}", f"seed={seed}")
+    return small_config(
+        f"loop.steps={STEPS}", f"seed={seed}", "evaluation.every_steps=10", "evaluation.stop_below=0.05"
+    )
 
 
 def plan_of(*claims: Claim, seeds: int = 3) -> Plan:
@@ -103,6 +106,65 @@ def test_measures_of_windows_and_of_time_by_hand(tmp_path: Path) -> None:
     assert (whole.measure(seconds_to(0.0)), fallen.measure(seconds_to(0.5))) == (0.0, 0.0)
     assert fallen.measure(seconds_to(0.6)) == 20.0
     assert (whole.reached(seconds_to(0.6)), fallen.reached(seconds_to(0.6))) == (True, False)
+
+
+def test_a_mean_has_every_planned_evaluation(tmp_path: Path) -> None:
+    """Catches runs that are compared over different steps, for evaluations were lost."""
+    place = keep(tmp_path, "a", 0, [0.0, 0.2, 0.4, 0.8, 1.0])
+    rows = list(read_metrics(place / METRICS).rows)
+    write_rows(place, [row for row in rows if row["stage"] != "eval" or row["step"] not in (20, 30)])
+    run = read_results(plan_of(), tmp_path)["a", 0]
+    assert run.lost_evaluations == [20, 30]
+    # Straight from 0.2 to 1.0: 0.2 + 0.8 / 3 and 0.2 + 1.6 / 3.
+    assert run.measure(Measure(name="late", of="mean", steps=((20, 40),))) == pytest.approx((0.4 + 2.4 / 3 + 1.0) / 3)
+    assert run.measure(Measure(name="one", of="mean", steps=((30, 30),))) == pytest.approx(0.2 + 1.6 / 3)
+    text = "\n".join(caveat_lines({("a", 0): run}))
+    assert "Evaluations that are missing, whose place a straight line takes, by step: a seed 0: 20, 30." in text
+
+
+def test_a_metric_that_ends_in_null_keeps_its_run(tmp_path: Path) -> None:
+    """Catches a mean without the runs that solved, or lost, a whole last batch: explained variance is null there."""
+    place = keep(tmp_path, "a", 0, [0.0, 1.0])
+    rows = list(read_metrics(place / METRICS).rows)
+    for row in rows:
+        if row["stage"] == "train":
+            row["critic/explained_variance"] = None if row["step"] > 38 else float(row["step"])
+    write_rows(place, rows)
+    run = read_results(plan_of(), tmp_path)["a", 0]
+    explained = Measure(name="explained", of="mean", key="critic/explained_variance", steps=((35, 40),))
+    assert run.measure(explained) == pytest.approx((35 + 36 + 37 + 38) / 4)
+
+
+def test_a_run_whose_tasks_ended_has_failed(tmp_path: Path) -> None:
+    """Catches a run out of tasks that counts as collapsed, at its last value, where the plan has no such rule."""
+    config = small_config(f"loop.steps={STEPS}", "evaluation.every_steps=10")
+    keep(tmp_path, "a", 0, [0.0, 0.5], steps=10, config=config)
+    keep(tmp_path, "b", 0, [0.0, 0.5], config=config)
+    results = read_results(plan_of(), tmp_path)
+    assert results["a", 0].failure == f"its tasks ended at step 10 of {STEPS}"
+    assert not results["a", 0].collapsed
+    assert pair(plan_of(seeds=2), claim("x", "b", "a"), results).lost == ("a, seed 0 failed",)
+
+
+def test_what_else_differs_is_told(tmp_path: Path) -> None:
+    """Catches arms of other code or another processor in one pair, and stopped runs, of which nobody hears."""
+    told = [
+        ("a", 0, {"commit": "1" * 40, "processor": "P", "starts": 1}),
+        ("b", 0, {"commit": "1" * 40 + "+", "processor": "P", "starts": 2}),
+        ("a", 1, {"commit": "1" * 40, "processor": "P"}),
+        ("b", 1, {"commit": "2" * 40, "processor": "P"}),
+    ]
+    for arm, seed, environment in told:
+        place = keep(tmp_path, arm, seed, [0.0, 0.1, 0.2, 0.3, 0.4])
+        (place / "environment.json").write_text(json.dumps(environment))
+    plan = replace(plan_of(seeds=2), arms=(Arm(name="a"), Arm(name="b")))
+    write_study_report(plan, configs_of(plan), tmp_path, "sao study hand.toml")
+    text = (tmp_path / "README.md").read_text()
+    assert "- Seed 1 was not run on one commit: 111111111111 (a); 222222222222 (b)." in text
+    assert "- Stopped and gone on with, so that what was in flight was played again: b seed 0." in text
+    assert "Seed 0 was not" not in text
+    assert "processor" not in text
+    assert "missing" not in text
 
 
 def test_a_clock_that_a_resume_began_again_goes_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from sao.config import to_toml
 from sao.observe.run_data import read_metrics
 from sao.study.keep import FAILED, KEPT, METRICS
 from sao.study.plan import arm_configs, read_plan
+from sao.study.prepare import begin_run
 from sao.study.runner import folder_under_way
 
 pytestmark = pytest.mark.timeout(900)
@@ -249,6 +250,30 @@ def test_arms_that_did_not_start_alike_are_not_paired(done: Done, tmp_path: Path
     said = refused(*place.words())
     assert f"mean seed 1 would start from another {part} than the kept sao seed 1" in said
     assert "out of" in said
+
+
+def test_what_a_kill_left_is_not_trained_on(done: Done, tmp_path: Path) -> None:
+    """Catches a killed run that goes on with rollouts of weights that are no more, and one that passes its end."""
+    shutil.copytree(done.place.plan.parent, tmp_path / "copy")
+    copy = tmp_path / "copy"
+    place = Place(copy / "plan.toml", copy / "results", copy / "work")
+    configs = arm_configs(read_plan(place.plan), place.plan)
+    before = read_metrics(place.results / "sao" / "seed-0" / METRICS).stage("train")
+    row = {"step": 1, "stage": "train", "made/up": 1.0}
+    for seed, events in ((0, "resumed at step 0"), (1, "resumed at step 0\n1 2 ended at step 1: collapsed")):
+        shutil.rmtree(place.results / "sao" / f"seed-{seed}")
+        folder = folder_under_way(place.work, "sao", seed, configs["sao", seed])
+        begin_run(configs["sao", seed], folder, place.work / "prepared", ["sao", "study"])
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        (folder / "events.log").write_text(f"1 2 {events}\n")
+
+    result = sao(*place.words("--only", "sao"))
+    assert "2 runs ended, 0 failed" in result.out, result
+    killed, ended = (read_metrics(place.results / "sao" / f"seed-{seed}" / METRICS).stage("train") for seed in (0, 1))
+    assert [each["actor/entropy"] for each in killed] == [each["actor/entropy"] for each in before]
+    assert list(ended) == [row]
+    environment = json.loads((place.results / "sao" / "seed-0" / "environment.json").read_text())
+    assert environment["starts"] == 1
 
 
 def test_failed_runs_are_repeated_when_asked_to(done: Done) -> None:

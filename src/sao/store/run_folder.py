@@ -25,6 +25,8 @@ import google_crc32c
 from sao.store.files import JsonLinesWriter, checksum, finite, plain, sync_file, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
+STOPPED = "stopped"
+"""Why training ended where it was asked to, and can go on."""
 _FOLDERS = ("log", "checkpoints", "snapshots", "report")
 _TEMPORARY = "unfinished-"
 
@@ -169,13 +171,18 @@ class RunFolder:
         self._metrics_writer.write(row)
 
     @property
-    def ended(self) -> bool:
-        """Whether the run came to its end, by events.log: not stopped before, nor gone on with since."""
+    def end(self) -> str:
+        """Why training ended, by events.log, "stopped" among others; "" if it goes on, or was killed."""
         with suppress(OSError):
             for line in reversed(self.events.read_text(encoding="utf-8").splitlines()):
-                if found := re.search(r" (ended at step \d+: (?!stopped)|ended at step|resumed at step)", line):
-                    return ": " in found[1]
-        return False
+                if found := re.search(r" (?:ended at step \d+: (.+)|resumed at step)", line):
+                    return found[1] or ""
+        return ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end: not stopped before, nor gone on with since."""
+        return self.end not in ("", STOPPED)
 
     def write_event(self, text: str) -> None:
         """Append a line to events.log, with the time of day."""

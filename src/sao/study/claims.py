@@ -17,21 +17,26 @@ class Measure:
     of: Literal["last", "area", "mean", "seconds_to"] = "last"
     """What is taken of the metric. last: its last value. area: mean height of its curve over the planned steps, where a
     run that collapsed goes on at its last value. mean: mean of the rows whose step lies within `steps`; of evaluations
-    a run that collapsed has them as for area. seconds_to: seconds of the run's clock until it first is at `reach`, by
-    straight lines between rows."""
+    those that were planned, a lost one on the straight line between its neighbours, and after a collapse as for area.
+    seconds_to: seconds of the run's clock until it first is at `reach`, by straight lines between rows."""
     key: str = "eval/overall/mean"
     """Key of the metric."""
     steps: tuple[tuple[int, int], ...] = ()
     """First and last step, both included, of each window of a mean."""
-    reach: float = 0.0
-    """Value that is waited for; a run that never is there counts with the end of its planned steps, in a pair with the
-    later of both ends."""
+    reach: float | None = None
+    """Value that `seconds_to` waits for; a run that never is there counts with the end of its planned steps, in a pair
+    with the later of both ends."""
 
     def __post_init__(self) -> None:
         if (self.of == "mean") != bool(self.steps):
             raise ValueError(
                 f"measure {self.name!r} is of {self.of!r} with {len(self.steps)} windows of steps; a mean needs some, "
                 "as in steps = [[121, 240]], and nothing else has any"
+            )
+        if (self.of == "seconds_to") != (self.reach is not None):
+            raise ValueError(
+                f"measure {self.name!r} is of {self.of!r} with reach = {self.reach}; seconds_to needs a value to "
+                "reach, and nothing else has one"
             )
         for first, last in self.steps:
             if not 0 <= first <= last:

@@ -23,6 +23,8 @@ from sao.config_tree import ConfigError, did_you_mean, merged, read_checked, rea
 from sao.study.claims import AREA, FINAL, Against, Claim, Curve, Measure, OverSteps
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_OWN = {"recipe": "an arm has it as `recipe`", "seed": "`seeds` says how many", "name": "the arm's name is taken"}
+"""Settings that a plan makes itself, and where it says them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,10 @@ class Plan:
         for arm in self.arms:
             if self.seeds_of(arm.name) < 2:
                 raise ValueError(f"arm {arm.name!r} has {self.seeds_of(arm.name)} seed; an interval needs at least 2")
+        for override in (*self.set, *(override for arm in self.arms for override in arm.set)):
+            key = override.partition("=")[0].strip()
+            if key in _OWN:
+                raise ValueError(f"{override!r} cannot be set: {_OWN[key]}")
         for claim in self.claims:
             self._check_claim(claim)
         for curve in self.curves:

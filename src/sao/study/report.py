@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sao.config import RunConfig
 from sao.store.files import write_durably
+from sao.study.caveats import caveat_lines
 from sao.study.claims import AREA, FINAL, Claim, Measure
 from sao.study.curves import cell, curve_lines, with_interval
 from sao.study.figures import draw_curves, draw_over_steps
@@ -44,6 +45,7 @@ def write_study_report(
     lines += curve_lines(plan, configs, shown, folder)
     lines += _over_steps(plan, shown, folder)
     lines += _failures(results)
+    lines += caveat_lines(results)
     lines += _settings(plan, configs)
     lines.append(_READING.format(correction=CORRECTION))
     write_durably(folder / "README.md", "\n".join(lines))

@@ -37,6 +37,10 @@ class Result:
     """What environment.json says: versions, machine, seconds."""
     steps: int
     """Planned training steps."""
+    evaluated_every: int
+    """Steps from one planned evaluation to the next."""
+    may_collapse: bool = False
+    """Whether its plan has a rule by which it may end early."""
     batch_size: int
     """Rollouts per step."""
     shared: tuple[str, ...] = ()
@@ -64,7 +68,13 @@ class Result:
     @property
     def collapsed(self) -> bool:
         """Whether it ended before its steps were done, by the plan's rule."""
-        return not self.failure and self.last_step < self.steps
+        return self.may_collapse and not self.failure and self.last_step < self.steps
+
+    @property
+    def lost_evaluations(self) -> list[int]:
+        """Steps, up to its last, of planned evaluations that it does not have."""
+        kept = set(self._series(FINAL.key)[0])
+        return [int(step) for step in self._planned if step <= self.last_step and step not in kept]
 
     def curve(self) -> tuple[Series, Series]:
         """Steps and means of its evaluations; a run that collapsed goes on at its last value."""
@@ -98,11 +108,13 @@ class Result:
             case "mean":
                 if measure.evaluated:
                     steps, values = self._to_the_end(steps, values)
-                if steps[-1] < max(last for _, last in measure.steps):
+                    steps, values = self._as_planned(steps, values)
+                if (steps[-1] if measure.evaluated else self.last_step) < max(last for _, last in measure.steps):
                     return None
                 inside = np.logical_or.reduce([(first <= steps) & (steps <= last) for first, last in measure.steps])
                 return float(values[inside].mean()) if inside.any() else None
             case "seconds_to":
+                assert measure.reach is not None
                 return self._seconds_to(steps, values, measure.reach, end=self.end if end is None else end)
 
     @property
@@ -112,6 +124,7 @@ class Result:
 
     def reached(self, measure: Measure) -> bool:
         """Whether the run ever is at the value that the measure waits for."""
+        assert measure.reach is not None
         return bool((self._series(measure.key)[1] >= measure.reach).any())
 
     def _series(self, key: str) -> tuple[Series, Series]:
@@ -124,9 +137,18 @@ class Result:
         """Evaluations; a run that collapsed has those that it lacks, at its last value."""
         if len(steps) < 2 or not self.collapsed or steps[-1] >= self.steps:
             return steps, values
-        spacing = steps[1] - steps[0]
-        later = np.arange(steps[-1] // spacing * spacing + spacing, self.steps + 1, spacing)
+        later = self._planned[self._planned > steps[-1]]
         return np.append(steps, later), np.append(values, np.full(len(later), values[-1]))
+
+    @property
+    def _planned(self) -> Series:
+        """Steps of its evaluations, its end among them."""
+        return np.array([*range(0, self.steps, self.evaluated_every), self.steps], dtype=np.float64)
+
+    def _as_planned(self, steps: Series, values: Series) -> tuple[Series, Series]:
+        """Evaluations at the planned steps between the first and the last that there are."""
+        planned = self._planned[(self._planned >= steps[0]) & (self._planned <= steps[-1])]
+        return planned, np.interp(planned, steps, values)
 
     def _seconds_to(self, steps: Series, values: Series, reach: float, *, end: float) -> float:
         there = np.flatnonzero(values >= reach)
@@ -169,16 +191,21 @@ def read_results(plan: Plan, folder: Path) -> dict[tuple[str, int], Result]:
 def _read(place: Path, arm: str, seed: int) -> Result:
     config = resolve(place / "config.toml")
     failed, machine = place / FAILED, kept_environment(place)
-    return Result(
+    result = Result(
         arm=arm,
         seed=seed,
         metrics=read_metrics(place / METRICS, may_lack=failed.is_file()),
         environment=machine,
         steps=config.loop.steps,
+        evaluated_every=config.evaluation.every_steps,
+        may_collapse=config.evaluation.stop_below is not None,
         batch_size=config.loop.batch_size,
         shared=_shared(config, machine),
         failure=failed.read_text(encoding="utf-8").strip() if failed.is_file() else "",
     )
+    if not result.failure and not result.may_collapse and result.last_step < result.steps:
+        result = replace(result, failure=f"its tasks ended at step {result.last_step} of {result.steps}")
+    return result
 
 
 def _shared(config: RunConfig, environment: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
                           | yes
                           v
                      run folder in the work folder --> `sao resume` --> kept in the results, weights deleted
-                          (a killed one goes on)              |
+                        (one that was stopped goes on)        |
                                                               +-- failed: kept as a row with its reason
 
 WORK/runs/ARM/seed-N-HASH    a run under way; the hash is of its configuration, so a changed plan never goes on with it
@@ -17,13 +17,14 @@ import hashlib
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sao.config import RunConfig, to_toml
-from sao.store.run_folder import RunFolder
+from sao.store.run_folder import STOPPED, RunFolder
 from sao.study.jobs import Job, start_job, stop_all
 from sao.study.keep import FAILED, keep_failure, keep_run
 from sao.study.plan import Plan
@@ -38,8 +39,10 @@ STOP_S = 300.0
 """Longest wait for a child to finish its step, its evaluation and a commit, when the study is stopped."""
 LOCK_S = 120.0
 """Longest wait for a run folder that an orphan of a killed study still holds."""
-STOPPED = 130
+EXIT_STOPPED = 130
 """Exit code of a run that was asked to stop."""
+TRIES = 2
+"""Starts of a part that a signal from outside ends."""
 
 Key = tuple[str, int]
 
@@ -115,6 +118,8 @@ class Runner:
     """Runs that ended well in this slice."""
     _failed: int = 0
     """Runs that failed in it."""
+    _tried: Counter[str] = field(default_factory=Counter)
+    """Starts of each part in this slice."""
     _broken: dict[str, str] = field(default_factory=dict)
     """Parts that failed, with the reason."""
 
@@ -146,6 +151,7 @@ class Runner:
                 time.sleep(0.0 if changed else POLL_S)
         finally:
             stop_all([job for job, _ in self._running.values()], STOP_S)
+            self._reap(stopped, stopping=True)
         return Slice(done=self._done, failed=self._failed, left=len(pending) + len(stopped))
 
     def _recall(self) -> None:
@@ -210,13 +216,22 @@ class Runner:
         config = self._prepared / f"{part.name}.toml"
         config.write_text(to_toml(part_config(part, self._prepared)), encoding="utf-8")
         words = [part.command, str(config), "--folder", str(draft)]
+        self._tried[part.name] += 1
         self._running[part.name] = start_job(part.title, words, self.work / "logs", part.name), part
 
     def _begin(self, run: _Run) -> None:
-        self._require_same_start(run)
         if run.folder.is_dir():
             _wait_for(run.folder)
-        else:
+            end = RunFolder.open(run.folder).end
+            if end not in ("", STOPPED):
+                self._keep(run)
+                return
+            if run.config.clock == "virtual" and end != STOPPED:
+                # Killed: its log is ahead of its last commit, and a resume would train on what it sampled in between,
+                # under weights that are no more. In virtual time it can be had again as it would have been.
+                shutil.rmtree(run.folder)
+        self._require_same_start(run)
+        if not run.folder.is_dir():
             run.folder.parent.mkdir(parents=True, exist_ok=True)
             begin_run(run.config, run.folder, self._prepared, self.command)
         job = start_job(run.title, ["resume", str(run.folder)], self.work / "logs", run.name)
@@ -235,34 +250,41 @@ class Runner:
                     f"those runs out of {self.results}, to have them run again, or put back the work folder they had"
                 )
 
-    def _reap(self, stopped: list[_Run]) -> bool:
-        """Take in children that ended; whether there was one."""
+    def _reap(self, stopped: list[_Run], *, stopping: bool = False) -> bool:
+        """Take in children that ended; whether there was one. While the study is `stopping`, signals are its own."""
         ended = [name for name, (job, _) in self._running.items() if job.ended() is not None]
         for name in ended:
             job, what = self._running.pop(name)
             code = job.process.returncode
+            asked = code == EXIT_STOPPED or (stopping and code < 0)
             if isinstance(what, Part):
-                self._reap_part(what, job)
-            elif code == STOPPED:
+                if not asked:
+                    self._reap_part(what, job)
+            elif asked:
                 self.say(f"{what.title} was stopped; the next call goes on with it")
                 stopped.append(what)
             elif code:
                 self._keep_failure(what, job.last_words())
             else:
-                keep_run(what.folder, what.target)
-                shutil.rmtree(what.folder)
                 self._took.setdefault(what.key[0], []).append(job.seconds)
-                self._done += 1
+                self._keep(what)
         return bool(ended)
 
     def _reap_part(self, part: Part, job: Job) -> None:
         draft = self._prepared / f"{part.name}.run"
-        if job.process.returncode:
+        if job.process.returncode < 0 and self._tried[part.name] < TRIES:
+            self.say(f"{part.title} was {job.last_words().splitlines()[0]}; it is begun again")
+        elif job.process.returncode:
             self._broken[part.name] = job.last_words()
             self.say(f"{part.title} failed; see {job.errors}")
         else:
             draft.rename(self._prepared / part.name)
             self._took.setdefault("part", []).append(job.seconds)
+
+    def _keep(self, run: _Run) -> None:
+        keep_run(run.folder, run.target)
+        shutil.rmtree(run.folder)
+        self._done += 1
 
     def _keep_failure(self, run: _Run, reason: str) -> None:
         keep_failure(run.folder, run.target, reason, to_toml(run.config))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import is_running
@@ -15,6 +16,7 @@ from real_runs import begun, child, children, finish, go_on, wait_for
 from test_runs import check_history
 
 from sao.engines.protocol import EngineError
+from sao.rollout.pool import PlayerHandle
 from sao.store.log import read
 from sao.store.records import AttemptEnded, Dropped, Finished, Trained
 from sao.store.replay import replay
@@ -32,15 +34,25 @@ def records(path: Path, kind: type) -> list:
     return [record for record in read(path / "log") if isinstance(record, kind)]
 
 
-def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(tmp_path: Path) -> None:
+def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a run that dies with a worker, or that hangs, or uses its tasks up, when the engine is gone."""
     path = tmp_path / "run"
     config = begun(path)
     seen: list[int] = []
+    send_task = PlayerHandle.send_task
+
+    def send_and_kill(self: PlayerHandle, *arguments: Any) -> Any:
+        sent = send_task(self, *arguments)
+        monkeypatch.undo()
+        seen.append(self.pid)
+        os.kill(self.pid, signal.SIGKILL)
+        return sent
 
     def kill_worker() -> None:
-        seen.extend(child("worker"))
-        kill("worker")
+        # With an episode under way: between two steps there may be none.
+        monkeypatch.setattr(PlayerHandle, "send_task", send_and_kill)
 
     with pytest.raises(EngineError, match=r"connection to the engine .* broke \(process \d+ ended with -9\)"):
         go_on(path, config, {2: kill_worker, 12: lambda: (seen.extend(child("worker")), kill("engine"))})

@@ -54,8 +54,12 @@ def test_a_dead_worker_process_is_replaced_and_a_dead_engine_ends_the_run(
         # With an episode under way: between two steps there may be none.
         monkeypatch.setattr(PlayerHandle, "send_task", send_and_kill)
 
+    def kill_engine() -> None:
+        seen.extend(child("worker"))
+        kill("engine")
+
     with pytest.raises(EngineError, match=r"connection to the engine .* broke \(process \d+ ended with -9\)"):
-        go_on(path, config, {2: kill_worker, 12: lambda: (seen.extend(child("worker")), kill("engine"))})
+        go_on(path, config, {2: kill_worker, 12: kill_engine})
     assert len(set(seen)) == 2, "the worker was not replaced"
     failures = records(path, AttemptEnded)
     assert failures, "the episodes of the dead worker were not counted"

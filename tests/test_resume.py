@@ -253,6 +253,14 @@ def test_a_broken_group_is_dropped_whole_after_a_crash(run: Run) -> None:
     assert again.accounts["dropped"] == 3
 
 
+def test_tasks_with_a_sharp_in_their_ids_are_no_groups(run: Run) -> None:
+    """Catches tasks of a file, named like members of a group, that lose their places in the order of admission."""
+    names = ("math#2", "math#1", "code#7")
+    run.log(published(0, None), *(admitted(name, place) for place, name in enumerate(names, 1)))
+    run.commit(0, 0)
+    assert run.start().groups == names
+
+
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_batches_in_the_order_of_admission_stay_so(run: Run, group_size: int) -> None:
     """Catches a resume after which what has ended, the short ones, is trained before what was admitted first."""

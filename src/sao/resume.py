@@ -64,7 +64,7 @@ def start_from(checkpoint: Checkpoint, folder: RunFolder, *, group_size: int) ->
         position=state.next_position,
         pending=(*pending, *_never_admitted(state, pending, group_size)),
         finished=state.waiting,
-        groups=_groups(state),
+        groups=state.groups,
         consumed=manifest.consumed,
         baseline=dict(manifest.baseline),
         accounts=_accounts(state, manifest),
@@ -88,11 +88,7 @@ def _check_whole(state: LogState, checkpoint: Checkpoint, folder: RunFolder) -> 
 
 def _cursor(state: LogState) -> int:
     """Tasks taken. The last admission may be lost to damage while the rollout that it led to is not."""
-    return max(state.cursor, len(_groups(state)))
-
-
-def _groups(state: LogState) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(task_id.rpartition("#")[0] or task_id for task_id in state.fates))
+    return max(state.cursor, len(state.groups))
 
 
 def _edges(state: LogState, manifest: Manifest) -> tuple[tuple[int, int | None], ...]:

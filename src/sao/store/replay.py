@@ -65,6 +65,8 @@ class LogState:
     """By rollout id."""
     infrastructure_failures: Mapping[str, int]
     """Failed attempts by task id; interruptions are none."""
+    groups: tuple[str, ...]
+    """Groups, or tasks that are none, in the order of admission."""
     broken_groups: frozenset[str]
     """Groups that lost a member for good: the rest of them is to be dropped."""
     quarantined: int
@@ -263,6 +265,7 @@ def _state(
         steps=tuple(steps),
         drop_reasons=history.dropped,
         infrastructure_failures=_infrastructure_failures(history),
+        groups=tuple(dict.fromkeys(history.groups.values())),
         broken_groups=frozenset(
             group for task_id, group in history.groups.items() if group != task_id and fates[task_id] in lost
         ),

@@ -264,6 +264,8 @@ def test_what_a_kill_left_is_not_trained_on(done: Done, tmp_path: Path) -> None:
         shutil.rmtree(place.results / "sao" / f"seed-{seed}")
         folder = folder_under_way(place.work, "sao", seed, configs["sao", seed])
         begin_run(configs["sao", seed], folder, place.work / "prepared", ["sao", "study"])
+        told = folder / "environment.json"
+        told.write_text(json.dumps(json.loads(told.read_text()) | {"starts": 1}))
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (folder / "events.log").write_text(f"1 2 {events}\n")
 

@@ -44,7 +44,8 @@ def _unlike(runs: list[Result]) -> list[str]:
                 if run.seed == seed:
                     arms.setdefault(value, []).append(run.arm)
             if len(arms) > 1:
-                groups = "; ".join(f"{value[:12]} ({', '.join(names)})" for value, names in arms.items())
+                shown = 12 if key == "commit" else None
+                groups = "; ".join(f"{value[:shown]} ({', '.join(names)})" for value, names in arms.items())
                 lines.append(f"- Seed {seed} was not run on one {key}: {groups}.")
     return lines
 
